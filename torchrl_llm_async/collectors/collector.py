@@ -1,0 +1,311 @@
+"""AsyncLLMCollector: the TorchRL collector whose generation never waits for a batch to end.
+
+Owns the trainer's side of a collector: starting and ending the host, handing finished groups to the
+replay buffer (or to whoever iterates), telling the engine of new weights. The loop itself is
+:mod:`.rollouts`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from tensordict import TensorDictBase
+from torchrl._utils import logger as torchrl_logger
+from torchrl.collectors import BaseCollector
+from torchrl.envs import EnvBase
+
+from torchrl_llm_async.collectors import host as _host
+from torchrl_llm_async.collectors.rollouts import Evaluation, RolloutConfig, RolloutStats
+from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
+from torchrl_llm_async.data.trajectory import stack_group
+from torchrl_llm_async.engines import GenerationEngine, SamplingConfig
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception raised in the collector's thread or process, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class AsyncLLMCollector(BaseCollector):
+    """Collects whole groups of trajectories without ever waiting for the longest answer.
+
+    One coroutine per trajectory asks the engine for tokens, steps the environment in a bounded
+    pool of threads, and goes on turn by turn; a group is handed over when all its trajectories are
+    done. New groups are admitted whenever the staleness bound has room, whatever the trainer does.
+
+    Args:
+        create_env_fn: makes a TorchRL LLM environment of batch size ``()`` or ``(1,)`` whose state
+            lives in its tensordict (as :class:`~torchrl.envs.llm.ChatEnv` and
+            :class:`~torchrl_llm_async.envs.ReasoningGymEnv` do): the trajectories of a group are
+            stepped from copies of one reset. Must be picklable if ``host="process"``.
+        engine: an engine that has not been started.
+        tokenizer: path or name of the policy's Hugging Face tokenizer.
+        sampling: how answers are sampled.
+        group_size: trajectories per prompt, K.
+        groups_per_step: groups one training step consumes, B.
+        max_staleness: bound on a sample's lag in training steps; 0 is the synchronous run.
+
+    Keyword Args:
+        total_steps: training steps of the whole run; nothing is generated beyond them. Endless if
+            None.
+        replay_buffer: where finished groups go. If None, iterate over the collector instead.
+        max_concurrent_groups: groups in flight. Keep it near the engine's number of sequences over
+            ``group_size``: more would only wait in the engine's queue and grow stale.
+        max_turns: turns after which a conversation is cut and marked truncated.
+        env_workers: threads in which environments are stepped.
+        step_timeout: seconds one environment step (rewards and tools included) may take.
+        seed: seeds the prompts and every request.
+        create_eval_env_fn, eval_problems: the held-out problems of :meth:`evaluate`.
+        dump_path: JSON lines file that every finished sample is appended to.
+        host: ``"process"`` (default) or ``"thread"``.
+
+    Raises:
+        ValueError: a count is not positive.
+
+    Examples:
+        >>> collector = AsyncLLMCollector(
+        ...     WrittenSumsEnv, VLLMEngine("assets/sums"), tokenizer="assets/sums",
+        ...     sampling=SamplingConfig(max_new_tokens=48, stop_token_ids=(1,)),
+        ...     group_size=8, groups_per_step=64, max_staleness=2, total_steps=1)
+        >>> for group in collector:
+        ...     print(group["next", "reward"].mean())
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Callable[[], EnvBase],
+        engine: GenerationEngine,
+        *,
+        tokenizer: str,
+        sampling: SamplingConfig,
+        group_size: int,
+        groups_per_step: int,
+        max_staleness: int,
+        total_steps: int | None = None,
+        replay_buffer: StalenessReplayBuffer | None = None,
+        max_concurrent_groups: int = 16,
+        max_turns: int = 1,
+        env_workers: int = 2,
+        step_timeout: float = 60.0,
+        seed: int = 0,
+        create_eval_env_fn: Callable[[], EnvBase] | None = None,
+        eval_problems: int = 0,
+        dump_path: str | Path | None = None,
+        host: Literal["process", "thread"] = "process",
+    ):
+        super().__init__()
+        for name, value in (
+            ("group_size", group_size),
+            ("groups_per_step", groups_per_step),
+            ("max_concurrent_groups", max_concurrent_groups),
+            ("max_turns", max_turns),
+            ("env_workers", env_workers),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        self._config = RolloutConfig(
+            make_env=create_env_fn,
+            tokenizer_path=str(tokenizer),
+            sampling=sampling,
+            group_size=group_size,
+            groups_per_step=groups_per_step,
+            max_staleness=max_staleness,
+            total_steps=total_steps,
+            max_concurrent_groups=max_concurrent_groups,
+            max_turns=max_turns,
+            env_workers=env_workers,
+            step_timeout=step_timeout,
+            seed=seed,
+            make_eval_env=create_eval_env_fn,
+            eval_problems=eval_problems,
+            dump_path=None if dump_path is None else Path(dump_path),
+        )
+        self._engine = engine
+        self.replay_buffer = replay_buffer
+        self._host_kind = host
+        self._host: threading.Thread | multiprocessing.process.BaseProcess | None = None
+        self._groups: queue.SimpleQueue = queue.SimpleQueue()
+        self._ready: Future = Future()
+        self._evaluations: dict[int, Future] = {}
+        self._tags = itertools.count()
+        self._error: BaseException | None = None
+        self._stats = RolloutStats()
+        self._served_version = 0
+        self._stopping = False
+
+    # ------------------------------------------------------------------ life
+    def start(self) -> None:
+        """Starts the host and returns; :meth:`wait_until_ready` tells when the engine serves."""
+        if self._host is not None:
+            raise RuntimeError("the collector was started already")
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        args = (theirs, self._config, self._engine)
+        if self._host_kind == "process":
+            self._host = context.Process(
+                target=_host.run_in_process, args=args, name="collector", daemon=False
+            )
+        else:
+            self._host = threading.Thread(target=_host.run, args=args, name="collector")
+        self._host.start()
+        if self._host_kind == "process":
+            theirs.close()  # So that the pipe ends when the process does.
+        self._receiver = threading.Thread(
+            target=self._receive, name="collector-receiver", daemon=True
+        )
+        self._receiver.start()
+
+    def wait_until_ready(self, timeout: float = 300.0) -> None:
+        """Blocks until the engine serves version 0.
+
+        Raises:
+            TimeoutError: it does not within ``timeout`` seconds.
+            Exception: whatever ended the host meanwhile.
+        """
+        self._ready.result(timeout)
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """Ends the host: asked first, killed after ``timeout`` seconds (default 5). Idempotent."""
+        del close_env, raise_on_error
+        if self._host is None or self._stopping:
+            return
+        self._stopping = True
+        try:
+            self._connection.send(("stop",))
+        except (BrokenPipeError, OSError):
+            torchrl_logger.debug("the collector's host had ended before it was told to")
+        self._host.join(5.0 if timeout is None else timeout)
+        if self._host_kind == "process" and self._host.is_alive():
+            self._host.kill()
+            self._host.join()
+        self._receiver.join()
+        self._connection.close()
+
+    # ------------------------------------------------------------------ data
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yields finished groups of batch size ``(K,)`` in the order in which they finish."""
+        if self.replay_buffer is not None:
+            raise RuntimeError("groups go to the replay buffer; sample it instead of iterating")
+        if self._host is None:
+            self.start()
+        total = self._config.total_steps
+        remaining = None if total is None else total * self._config.groups_per_step
+        while remaining is None or remaining > 0:
+            group = self._groups.get()
+            if isinstance(group, BaseException):
+                raise group
+            yield group
+            if remaining is not None:
+                remaining -= 1
+
+    def _receive(self) -> None:
+        """Hands on what the host sends; ends with the host."""
+        try:
+            while self._dispatch(self._connection.recv()):
+                pass
+        except (EOFError, ConnectionResetError):
+            if not self._stopping:
+                self._fail(RuntimeError("the collector's process died without a word"))
+        except Exception as error:
+            self._fail(error)
+
+    def _dispatch(self, message: tuple) -> bool:
+        match message:
+            case ("ready", version):
+                self._served_version = version
+                self._ready.set_result(None)
+            case ("admitted", group_id, start_version):
+                if self.replay_buffer is not None:
+                    self.replay_buffer.announce(group_id, start_version)
+            case ("group", trajectories, stats):
+                self._stats = stats
+                rows = stack_group(trajectories)
+                if self.replay_buffer is not None:
+                    self.replay_buffer.extend(rows)
+                else:
+                    self._groups.put(rows)
+            case ("served", version):
+                self._served_version = version
+            case ("evaluation", tag, evaluation):
+                self._evaluations.pop(tag).set_result(evaluation)
+            case ("stopped",):
+                return False
+            case ("error", error, text):
+                error.__cause__ = RemoteTraceback(text)
+                self._fail(error)
+                return False
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        """Everybody who waits for the host gets its exception."""
+        self._error = error
+        self._groups.put(error)
+        if self.replay_buffer is not None:
+            self.replay_buffer.fail(error)
+        for future in (self._ready, *self._evaluations.values()):
+            if not future.done():
+                future.set_exception(error)
+
+    # ------------------------------------------------------------------ weights
+    def update_policy_weights_(self, path: str | Path, *, version: int) -> None:  # type: ignore[override]
+        """Tells the engine to switch to published weights at its next token boundary.
+
+        Args:
+            path: what :meth:`.WeightPublisher.publish` returned.
+            version: number of training steps behind these weights.
+        """
+        self._command("weights", version, Path(path))
+
+    @property
+    def policy_version(self) -> int:
+        """The version the engine serves, as last heard."""
+        return self._served_version
+
+    def evaluate(self) -> Future[Evaluation]:
+        """Asks for greedy answers to the held-out problems under the weights last published.
+
+        Returns at once. Rollouts go on; later weights are switched to after the evaluation.
+        """
+        tag = next(self._tags)
+        future = self._evaluations[tag] = Future()
+        self._command("evaluate", tag)
+        return future
+
+    def _command(self, *message: object) -> None:
+        if self._error is not None:
+            raise self._error
+        self._connection.send(message)
+
+    # ------------------------------------------------------------------ the rest of the interface
+    def stats(self) -> dict[str, int | float | bool]:
+        """Counters since the start, as of the last finished group."""
+        return {**vars(self._stats), "policy_version": self._served_version}
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seeds prompts and requests; before :meth:`start` only."""
+        del static_seed
+        if self._host is not None:
+            raise RuntimeError("seed the collector before it starts")
+        self._config = replace(self._config, seed=seed)
+        return seed
+
+    def state_dict(self) -> OrderedDict:
+        """The seed, which the order of prompts and every sample follow from."""
+        return OrderedDict(seed=self._config.seed)
+
+    def load_state_dict(self, state_dict: OrderedDict) -> None:
+        """Restores the seed; before :meth:`start` only."""
+        self.set_seed(state_dict["seed"])
