@@ -1,0 +1,412 @@
+"""A replay buffer of whole groups, consumed once each and never later than the staleness bound.
+
+Owns what lies between a producer of finished groups and the training step: which groups are
+expected, complete or due, the wait for a batch, and the check that no row enters that would be
+wrong to train on. What the rule of consumption *is* stands in :mod:`torchrl_llm_async.staleness`;
+how many groups may be started is the controller's business, not the buffer's. Knows no engine, no
+policy and no loss; an advantage is computed by whatever transform is given.
+
+Storage, reuse of slots and the hooks for transforms are TorchRL's: rows lie in a
+:class:`~torchrl.data.LazyStackStorage`, and the sampler is a
+:class:`~torchrl.data.replay_buffers.samplers.ConsumingSampler`, whose consumed slots the buffer
+writes to first. Memory is thus bounded by the groups in flight, (max_staleness + 1) * B.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase, lazy_stack
+from torchrl._utils import logger as torchrl_logger
+from torchrl.data import LazyStackStorage, ReplayBuffer, Storage
+from torchrl.envs.transforms import Transform
+
+from torchrl_llm_async.data.sampler import StalenessSampler, StoredGroup
+
+
+class StalenessReplayBuffer(ReplayBuffer):
+    """A replay buffer whose :meth:`sample` blocks until the next step's groups are complete.
+
+    Producers :meth:`announce` a group when it is admitted and :meth:`extend` the buffer with its
+    rows when all of them are done; between the two it is *running*. Each call of :meth:`sample`
+    serves one training step, in the order of steps, and consumes B whole groups, each exactly once.
+    No sampled token in a batch lags behind by more than ``max_staleness`` steps.
+
+    The transform is applied as in any TorchRL buffer, its inverse on the way in and its forward on
+    the way out, with one guarantee on the way in: it sees one whole group at a time, of batch size
+    (K,), once.
+
+    Args:
+        groups_per_step: groups one step consumes, B.
+        max_staleness: largest lag of a sample, in steps; 0 is on-policy training. Use the
+            controller's values for both.
+        group_size: rows of a group, K.
+
+    Keyword Args:
+        on_stale: at a deadline, ``"wait"`` for groups that are still running (nothing is lost, and
+            long answers are not disfavoured), or ``"drop"`` them once B complete groups satisfy the
+            rule of consumption without them.
+        on_drop: called as ``on_drop(group_id, "stale")`` for each dropped group, so that it is
+            refunded; usually :meth:`.StalenessController.drop`, or a message to it. Required by
+            ``on_stale="drop"``. It must be quick and must not call the buffer.
+        storage: defaults to a :class:`~torchrl.data.LazyStackStorage` of the least size,
+            ``(max_staleness + 1) * B * K`` rows.
+        transform: e.g. :class:`~torchrl_llm_async.objectives.GroupAdvantage`.
+        group_id_key: int64 [], the group of a row. Defaults to ``("group", "id")``.
+        group_index_key: int64 [], its place in the group, 0 to K - 1. Defaults to
+            ``("group", "index")``.
+        start_version_key: int64 [], the group's start version. Defaults to
+            ``("group", "start_version")``.
+        version_key: int64 [T], the version that sampled each token, -1 for others. Defaults to
+            ``("policy_version", "full")``.
+        **kwargs: passed to :class:`~torchrl.data.ReplayBuffer`.
+
+    Raises:
+        ValueError: a bound or the group size is too small, the storage cannot hold the groups in
+            flight, or ``on_stale="drop"`` without ``on_drop``.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> buffer = StalenessReplayBuffer(groups_per_step=1, max_staleness=1, group_size=2)
+        >>> def row(group_id, index, version):
+        ...     return TensorDict({
+        ...         "group": {"id": torch.tensor(group_id), "index": torch.tensor(index),
+        ...                   "start_version": torch.tensor(version)},
+        ...         "policy_version": {"full": torch.tensor([-1, version, version])}})
+        >>> buffer.announce(0, start_version=0)
+        >>> buffer.extend(lazy_stack([row(0, 0, 0), row(0, 1, 0)]))
+        tensor([0, 1])
+        >>> batch = buffer.sample(timeout=60.0)
+        >>> batch["group", "index"], buffer.consumer_version, len(buffer)
+        (tensor([0, 1]), 1, 0)
+    """
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        group_size: int,
+        on_stale: Literal["wait", "drop"] = "wait",
+        on_drop: Callable[[int, str], object] | None = None,
+        storage: Storage | Callable[[], Storage] | None = None,
+        transform: Transform | Callable | None = None,
+        group_id_key: NestedKey = ("group", "id"),
+        group_index_key: NestedKey = ("group", "index"),
+        start_version_key: NestedKey = ("group", "start_version"),
+        version_key: NestedKey = ("policy_version", "full"),
+        **kwargs: Any,
+    ) -> None:
+        sampler = StalenessSampler(
+            groups_per_step=groups_per_step, max_staleness=max_staleness, on_stale=on_stale
+        )
+        if group_size < 1:
+            raise ValueError(f"group_size is {group_size}; it must be at least 1")
+        if (on_stale == "drop") != (on_drop is not None):
+            raise ValueError(
+                f"on_stale={on_stale!r} with on_drop={on_drop}: on_stale='drop' needs an on_drop, "
+                "such as StalenessController.drop, or dropped groups would never be replaced; "
+                "on_stale='wait' drops nothing"
+            )
+        rows_in_flight = (max_staleness + 1) * groups_per_step * group_size
+        super().__init__(
+            storage=LazyStackStorage(rows_in_flight) if storage is None else storage,
+            sampler=sampler,
+            batch_size=groups_per_step * group_size,
+            transform=transform,
+            **kwargs,
+        )
+        if self.storage.max_size < rows_in_flight:
+            raise ValueError(
+                f"the storage holds {self.storage.max_size} rows; up to {rows_in_flight} are in "
+                f"flight, (max_staleness + 1) * groups_per_step * group_size; pass a storage of at "
+                "least that max_size, or none"
+            )
+        self.group_size = group_size
+        self._on_drop = on_drop
+        self._group_id_key = group_id_key
+        self._group_index_key = group_index_key
+        self._start_version_key = start_version_key
+        self._version_key = version_key
+        # The base class reads and writes under this lock too, so a wait releases all of it.
+        self._changed = threading.Condition(self._replay_lock)
+        self._failure: BaseException | None = None
+        self._late: set[int] = set()  # dropped, and whose rows may still arrive
+        self._last_batch: dict[str, float] = {}
+        self._totals = {
+            "groups_consumed": 0,
+            "groups_dropped": 0,
+            "groups_retracted": 0,
+            "discarded_tokens": 0,
+            "wait_s": 0.0,
+        }
+
+    @property
+    def consumer_version(self) -> int:
+        """The step that consumes next; also the version of the weights it trains."""
+        return self.sampler.consumer_version
+
+    # ------------------------------------------------------------------ producers
+    def announce(self, group_id: int, start_version: int) -> None:
+        """Tells that a group was admitted and will come.
+
+        Args:
+            group_id: larger than that of every group announced before.
+            start_version: version served when the group was admitted.
+
+        Raises:
+            ValueError: the group comes out of order. A fresher group must not become known before
+                an older one, which it could then overtake unchecked.
+            RuntimeError: more groups are in flight than the bound allows, or the buffer is closed.
+        """
+        with self._changed:
+            self._raise_if_over()
+            self.sampler.announce(group_id, start_version)
+            self._changed.notify_all()
+
+    def retract(self, group_id: int, reason: str) -> None:
+        """Tells that an announced group will not come.
+
+        A group that was dropped in the meantime is no error.
+
+        Raises:
+            ValueError: the group is not running.
+        """
+        with self._changed:
+            self._raise_if_over()
+            if group_id in self._late:
+                self._late.remove(group_id)
+                return
+            if self.sampler.running.pop(group_id, None) is None:
+                raise ValueError(_not_running(group_id))
+            self._totals["groups_retracted"] += 1
+            torchrl_logger.debug(f"group {group_id} retracted: {reason}")
+            self._changed.notify_all()
+
+    def extend(self, data: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Adds one or several whole groups.
+
+        Rows of groups that were dropped in the meantime are discarded and counted.
+
+        Args:
+            data: batch size (G * K,), rows of a group adjacent. The rows are kept, not copied.
+
+        Returns:
+            The slots of the rows kept, int64 [<= G * K].
+
+        Raises:
+            ValueError: the rows are not whole groups with indices 0 to K - 1, a group is not
+                running, its start version is not the announced one, or a row holds no sampled
+                token, one older than its start version or one newer than the trainer. Nothing is
+                stored then, of any group.
+            RuntimeError: the buffer is closed, or the transform returned other than K rows.
+        """
+        with self._changed:
+            self._raise_if_over()
+            groups = self._split(data)
+            slots = [torch.empty(0, dtype=torch.int64)]
+            for rows, group_id, summary in groups:
+                if group_id in self._late:
+                    self._late.remove(group_id)
+                    self._totals["discarded_tokens"] += summary["tokens"]
+                    continue
+                index = super().extend(rows, update_priority=update_priority)
+                if index.numel() != self.group_size:
+                    raise RuntimeError(
+                        f"the transform turned the {self.group_size} rows of group {group_id} into "
+                        f"{index.numel()}; reject groups where they are produced, not here"
+                    )
+                self.sampler.deliver(group_id, StoredGroup(index=index, **summary))
+                slots.append(index)
+            self._changed.notify_all()
+        return torch.cat(slots)
+
+    def add(self, data: TensorDictBase) -> torch.Tensor:
+        """Adds one row; only a group of size 1 is whole."""
+        return self.extend(lazy_stack([data]))
+
+    def fail(self, error: BaseException) -> None:
+        """Tells that production is over; everybody who waits or comes later gets ``error``.
+
+        The first failure counts: those after it are usually its consequence.
+        """
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ the consumer
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> TensorDictBase | tuple[TensorDictBase, dict[str, Any]]:
+        """Waits for the next step's batch, consumes it and advances :attr:`consumer_version`.
+
+        Args:
+            batch_size: None or B * K, there for the interface's sake.
+            return_info: also return a dict with ``"step"``, ``"group_ids"``, the slots as
+                ``"index"``, and the lags.
+            timeout: seconds to wait; None for ever.
+
+        Returns:
+            B * K rows, lazily stacked, in the order of start version, group id and index.
+
+        Raises:
+            TimeoutError: the batch is not complete after ``timeout`` seconds. Nothing is consumed.
+            RuntimeError: the buffer is closed, or more groups were admitted than the bound allows.
+            BaseException: whatever :meth:`fail` was given.
+        """
+        if batch_size not in (None, self.batch_size):
+            raise ValueError(
+                f"batch_size is {batch_size}; a step consumes groups_per_step * group_size = "
+                f"{self.batch_size} rows (to limit the wait, pass timeout= by name)"
+            )
+        begin = time.monotonic()
+        with self._changed:
+            ready = self._changed.wait_for(lambda: self._is_over() or self.can_sample(), timeout)
+            waited = time.monotonic() - begin
+            self._totals["wait_s"] += waited
+            self._raise_if_over()
+            if not ready:
+                raise TimeoutError(self._describe_wait(waited))
+            batch, info = super().sample(return_info=True)
+            self._last_batch = {key: info[key] for key in info if key.startswith("lag_")}
+            self._last_batch["last_wait_s"] = waited
+            self._totals["groups_consumed"] += len(info["group_ids"])
+            if self._on_drop is not None:
+                for group_id in self.sampler.drop_overdue():
+                    self._late.add(group_id)
+                    self._totals["groups_dropped"] += 1
+                    self._on_drop(group_id, "stale")
+        return (batch, info) if return_info else batch
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the buffer; whoever waits gets a RuntimeError. Idempotent."""
+        super().shutdown(timeout)
+        with self._changed:
+            self._changed.notify_all()
+
+    close = shutdown
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """TorchRL's figures and, beside them:
+
+        ``consumer_version``; ``groups_running`` and ``groups_ready`` now; ``groups_consumed``,
+        ``groups_dropped``, ``groups_retracted``, ``discarded_tokens`` and ``wait_s`` (in
+        :meth:`sample`) since the start; once there was a batch, its ``last_wait_s``,
+        ``lag_token_mean``, ``lag_token_max``, ``lag_sample_mean`` and ``lag_sample_max`` in steps.
+        """
+        with self._changed:
+            return {
+                **super().stats(),
+                "consumer_version": self.consumer_version,
+                "groups_running": len(self.sampler.running),
+                "groups_ready": len(self.sampler.finished),
+                **self._totals,
+                **self._last_batch,
+            }
+
+    # ------------------------------------------------------------------ inside, under the lock
+    def _is_over(self) -> bool:
+        return self._failure is not None or not self.is_alive
+
+    def _raise_if_over(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not self.is_alive:
+            raise RuntimeError("the replay buffer is closed")
+
+    def _describe_wait(self, waited: float) -> str:
+        sampler = self.sampler
+        text = (
+            f"step {self.consumer_version} has no batch after {waited:.1f} s: it takes "
+            f"{sampler.groups_per_step} groups, {len(sampler.finished)} are complete and "
+            f"{len(sampler.running)} running"
+        )
+        if not sampler.running:
+            return text + "; is a producer at work, and does it announce its groups?"
+        group_id, start = next(iter(sampler.running.items()))
+        return f"{text}, the oldest of them group {group_id}, due at step " + str(
+            start + sampler.max_staleness
+        )
+
+    def _split(self, data: TensorDictBase) -> list[tuple[TensorDictBase, int, dict[str, Any]]]:
+        """Cuts rows into groups (rows in order of index, id, summary); refuses what is wrong."""
+        size = self.group_size
+        if data.ndim != 1 or len(data) == 0 or len(data) % size:
+            raise ValueError(
+                f"got rows of batch size {tuple(data.shape)}; whole groups have (n * {size},), as "
+                f"group_size={size}"
+            )
+        rows = data.unbind(0)
+        groups = [
+            self._check_group(rows[begin : begin + size]) for begin in range(0, len(rows), size)
+        ]
+        ids = [group_id for _, group_id, _ in groups]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"the same group comes twice in one call: group ids {ids}")
+        return groups
+
+    def _check_group(
+        self, rows: Sequence[TensorDictBase]
+    ) -> tuple[TensorDictBase, int, dict[str, Any]]:
+        rows = sorted(rows, key=lambda row: int(row[self._group_index_key]))
+        indices = [int(row[self._group_index_key]) for row in rows]
+        group_ids = {int(row[self._group_id_key]) for row in rows}
+        starts = {int(row[self._start_version_key]) for row in rows}
+        if len(group_ids) > 1 or indices != list(range(self.group_size)):
+            raise ValueError(
+                f"rows with group ids {sorted(group_ids)} and indices {indices} are not a whole "
+                f"group: its {self.group_size} rows must be adjacent and have the indices 0 to "
+                f"{self.group_size - 1}, each once"
+            )
+        (group_id,) = group_ids
+        announced = self.sampler.running.get(group_id)
+        if announced is None and group_id not in self._late:
+            raise ValueError(_not_running(group_id))
+        if announced is not None and starts != {announced}:
+            raise ValueError(
+                f"rows of group {group_id} have start versions {sorted(starts)}; {announced} was "
+                "announced"
+            )
+        tokens, version_sum, oldest = 0, 0, []
+        for index, row in enumerate(rows):
+            versions = row[self._version_key]
+            versions = versions[versions >= 0]
+            if not len(versions):
+                raise ValueError(
+                    f"row {index} of group {group_id} has no sampled token (no entry of "
+                    f"{self._version_key!r} is >= 0); reject such a group where it is produced"
+                )
+            low, high = (int(bound) for bound in versions.aminmax())
+            if low < min(starts) or high > self.consumer_version:
+                raise ValueError(
+                    f"row {index} of group {group_id} has tokens of versions {low} to {high}; they "
+                    f"must lie between its start version {min(starts)} and the trainer's "
+                    f"{self.consumer_version}"
+                )
+            tokens += len(versions)
+            version_sum += int(versions.sum())
+            oldest.append(low)
+        summary = {
+            "start_version": min(starts),
+            "tokens": tokens,
+            "version_sum": version_sum,
+            "oldest": tuple(oldest),
+        }
+        return lazy_stack(rows), group_id, summary
+
+
+def _not_running(group_id: int) -> str:
+    return (
+        f"group {group_id} is not running: it was never announced, or was delivered, retracted or "
+        "dropped before; announce() a group when it is admitted and deliver it once"
+    )
