@@ -68,6 +68,7 @@ class AsyncLLMCollector(BaseCollector):
         seed: seeds the prompts and every request.
         create_eval_env_fn, eval_problems: the held-out problems of :meth:`evaluate`.
         dump_path: JSON lines file that every finished sample is appended to.
+        log_path: file for all that the host prints, vLLM included, if it is a process.
         host: ``"process"`` (default) or ``"thread"``.
 
     Raises:
@@ -102,6 +103,7 @@ class AsyncLLMCollector(BaseCollector):
         create_eval_env_fn: Callable[[], EnvBase] | None = None,
         eval_problems: int = 0,
         dump_path: str | Path | None = None,
+        log_path: str | Path | None = None,
         host: Literal["process", "thread"] = "process",
     ):
         super().__init__()
@@ -130,6 +132,7 @@ class AsyncLLMCollector(BaseCollector):
             make_eval_env=create_eval_env_fn,
             eval_problems=eval_problems,
             dump_path=None if dump_path is None else Path(dump_path),
+            log_path=None if log_path is None else Path(log_path),
         )
         self._engine = engine
         self.replay_buffer = replay_buffer

@@ -123,8 +123,11 @@ class Conversation:
         if self.mode == "text":
             text = observation["text", "prompt"]
         else:
+            # TorchRL 0.14 guesses a template from the model's name; the tokenizer's own is right.
             text = observation["history"].prompt.apply_chat_template(
-                tokenizer=self._tokenizer, add_generation_prompt=True
+                tokenizer=self._tokenizer,
+                chat_template=self._tokenizer.chat_template,
+                add_generation_prompt=True,
             )
         return text if isinstance(text, str) else text[0]
 

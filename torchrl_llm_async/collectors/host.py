@@ -13,10 +13,12 @@ Messages up: ``("ready", version)``, ``("admitted", group_id, start_version)``,
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import signal
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.collectors.rollouts import RolloutConfig, Rollouts
@@ -26,6 +28,8 @@ from torchrl_llm_async.engines import GenerationEngine
 def run_in_process(connection: Connection, config: RolloutConfig, engine: GenerationEngine) -> None:
     """Target of the collector's own process."""
     die_with_parent()
+    if config.log_path is not None:
+        _print_to(config.log_path)
     # Ctrl-C reaches the whole process group; the trainer decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run(connection, config, engine)
@@ -99,6 +103,15 @@ async def _obey(connection: Connection, rollouts: Rollouts, tasks: asyncio.TaskG
                     return
     finally:
         loop.remove_reader(descriptor)
+
+
+def _print_to(path: Path) -> None:
+    """Sends all that this process and its children print to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
 def _as_message(error: BaseException) -> tuple:

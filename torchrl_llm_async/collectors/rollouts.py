@@ -53,6 +53,7 @@ class RolloutConfig:
     make_eval_env: Callable[[], EnvBase] | None
     eval_problems: int
     dump_path: Path | None
+    log_path: Path | None
 
 
 @dataclass

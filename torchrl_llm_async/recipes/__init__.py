@@ -1,0 +1,1 @@
+"""The recipes' code; ``recipes/*.py`` at the repository's root only call it."""

@@ -1,0 +1,331 @@
+"""Asynchronous RL of a language model: full finetuning, FSDP2, one recipe.
+
+Launch (two ranks, no GPU needed)::
+
+    tune run --nproc_per_node 2 recipes/async_rl_full_finetune_distributed.py \\
+        --config recipes/configs/arithmetic_ppo.yaml
+
+Read it from :meth:`AsyncRLFullFinetuneRecipe.train` outwards. Rank 0 owns the replay buffer and
+the collector, which generates in a process of its own, with vLLM in another; all ranks train.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torchtune import config, training, utils
+from torchtune.models.qwen2._convert_weights import _FROM_HF
+from torchtune.recipe_interfaces import FTRecipeInterface
+
+from torchrl_llm_async.collectors import AsyncLLMCollector, Evaluation
+from torchrl_llm_async.data import StalenessReplayBuffer
+from torchrl_llm_async.engines import SamplingConfig
+from torchrl_llm_async.modules import TorchtuneActor
+from torchrl_llm_async.objectives import LossOutput
+from torchrl_llm_async.recipes.batches import BatchFeed, Minibatch, StepBatch
+from torchrl_llm_async.recipes.config import ConfigError, load_config
+from torchrl_llm_async.recipes.report import CheckpointKeeper, Report, finished
+from torchrl_llm_async.weight_update import WeightPublisher, WeightStore
+
+log = utils.get_logger("INFO")
+
+
+class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
+    """Trains a policy on groups that a collector samples meanwhile, at a bounded staleness.
+
+    Args:
+        cfg: a config that :func:`~torchrl_llm_async.recipes.config.load_config` has checked.
+    """
+
+    def __init__(self, cfg: DictConfig):
+        self._cfg = cfg
+        self._device = utils.get_device(device=cfg.device)
+        self._dtype = training.get_dtype(cfg.dtype, device=self._device)
+        self.world_size, self.rank = utils.get_world_size_and_rank()
+        self._is_rank_zero = self.rank == 0
+        self._output_dir = Path(cfg.output_dir).resolve()
+        training.set_seed(seed=cfg.seed)
+        self._collector: AsyncLLMCollector | None = None
+        self._buffer: StalenessReplayBuffer | None = None
+        self._store: WeightStore | None = None
+        self._evaluations: list[Future[Evaluation]] = []
+
+    # ------------------------------------------------------------------ setup
+    def setup(self) -> None:
+        """Builds everything; the engine starts while the model loads."""
+        cfg = self._cfg
+        self._tokenizer = config.instantiate(cfg.tokenizer)
+        if self._is_rank_zero:
+            self._output_dir.mkdir(parents=True, exist_ok=True)
+            OmegaConf.save(cfg, self._output_dir / "config.yaml")
+            self._setup_collection()
+            self._report = Report(cfg.total_steps)
+            self._checkpoints = CheckpointKeeper(self._output_dir / "checkpoints")
+            self._metric_logger = config.instantiate(cfg.metric_logger)
+            self._metric_logger.log_config(cfg)
+        checkpointer = config.instantiate(cfg.checkpointer)
+        weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
+        self._model = self._setup_model(weights)
+        self._optimizer = config.instantiate(cfg.optimizer, self._model.parameters())
+        self._lr_scheduler = None
+        if cfg.lr_scheduler is not None:
+            updates = cfg.total_steps * cfg.minibatches_per_step
+            self._lr_scheduler = config.instantiate(
+                cfg.lr_scheduler, self._optimizer, num_training_steps=updates
+            )
+        actor = functools.partial(TorchtuneActor, temperature=cfg.sampling.get("temperature", 1.0))
+        self._loss = config.instantiate(cfg.loss, actor(self._model))
+        if self._loss.needs_reference:
+            reference = self._setup_model(weights).requires_grad_(False)
+            self._loss.reference_network = actor(reference)
+        self._publisher = WeightPublisher(self._model, self._store, _FROM_HF)
+        self._feed = BatchFeed(
+            self._buffer,
+            self._loss,
+            minibatches=cfg.minibatches_per_step,
+            micro_batch_tokens=cfg.micro_batch_tokens,
+            group_size=cfg.group_size,
+            pad_id=self._tokenizer.pad_id,
+            group=dist.new_group(backend="gloo"),
+        )
+        if self._is_rank_zero:
+            self._collector.wait_until_ready()
+            self._collected = (self._collector.stats(), time.perf_counter())
+
+    def _setup_collection(self) -> None:
+        """The replay buffer, the collector that fills it, and the folder weights go through."""
+        cfg = self._cfg
+        self._buffer = StalenessReplayBuffer(
+            groups_per_step=cfg.groups_per_step,
+            max_staleness=cfg.max_staleness,
+            group_size=cfg.group_size,
+            transform=config.instantiate(cfg.advantage),
+        )
+        self._collector = AsyncLLMCollector(
+            functools.partial(config.instantiate, cfg.env),
+            config.instantiate(cfg.engine),
+            tokenizer=cfg.model_dir,
+            sampling=SamplingConfig(
+                **{"stop_token_ids": tuple(self._tokenizer.stop_tokens), **cfg.sampling}
+            ),
+            group_size=cfg.group_size,
+            groups_per_step=cfg.groups_per_step,
+            max_staleness=cfg.max_staleness,
+            total_steps=cfg.total_steps,
+            replay_buffer=self._buffer,
+            seed=cfg.seed,
+            create_eval_env_fn=functools.partial(config.instantiate, cfg.eval_env),
+            eval_problems=cfg.eval_problems,
+            log_path=self._output_dir / "collector.log",
+            dump_path=self._output_dir / "samples.jsonl" if cfg.dump_samples else None,
+            **cfg.collector,
+        )
+        self._collector.start()
+        shared_memory = Path("/dev/shm")
+        root = cfg.weights_dir or (shared_memory if shared_memory.is_dir() else None)
+        self._store = WeightStore(tempfile.mkdtemp(prefix="torchrl-llm-async-", dir=root))
+
+    def _setup_model(self, weights: dict[str, torch.Tensor]) -> nn.Module:
+        """A decoder sharded over all ranks: fp32 master weights, ``dtype`` compute."""
+        with training.set_default_dtype(torch.float32), torch.device("meta"):
+            model = config.instantiate(self._cfg.model)
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        for layer in model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        with training.set_default_dtype(torch.float32), self._device:
+            for module in model.modules():
+                if hasattr(module, "rope_init"):  # RoPE is not in the state dict.
+                    module.rope_init()
+        training.load_from_full_model_state_dict(model, dict(weights), self._device, strict=True)
+        training.validate_no_params_on_meta_device(model)
+        return model
+
+    # ------------------------------------------------------------------ the loop
+    def train(self) -> None:
+        """Steps until ``total_steps``; weights go to the engine after each."""
+        self._evaluate(version=0)
+        for step in range(self._cfg.total_steps):
+            batch = self._feed.next().to(self._device)
+            start = time.perf_counter()
+            metrics = self._train_step(batch)
+            trained = time.perf_counter()
+            path = self._publisher.publish(step + 1)
+            if self._is_rank_zero:
+                self._collector.update_policy_weights_(path, version=step + 1)
+                metrics["train_s"] = trained - start
+                metrics["publish_s"] = time.perf_counter() - trained
+                self._log(step, metrics, batch)
+            if (step + 1) % self._cfg.evaluate_every == 0 or step + 1 == self._cfg.total_steps:
+                self._evaluate(version=step + 1)
+        if self._is_rank_zero:
+            self._finish()
+
+    def _train_step(self, batch: StepBatch) -> dict[str, float]:
+        """One optimizer update per minibatch; returns the step's metrics over all ranks."""
+        if len(batch.minibatches) > 1:  # With one, the current policy is the proximal one.
+            for minibatch in batch.minibatches:
+                minibatch.micro_batches = [self._loss.anchor(m) for m in minibatch.micro_batches]
+        outputs, norms = [], []
+        for minibatch in batch.minibatches:
+            if minibatch.denominator == 0:
+                continue
+            outputs += self._backward(minibatch)
+            norms.append(self._update())
+        return self._reduce(outputs, norms)
+
+    def _backward(self, minibatch: Minibatch) -> list[LossOutput]:
+        """Accumulates the minibatch's gradient, all-reduced once, with its last micro-batch."""
+        outputs = []
+        for index, micro in enumerate(minibatch.micro_batches):
+            last = index + 1 == len(minibatch.micro_batches)
+            self._model.set_requires_gradient_sync(last)
+            # FSDP averages over ranks; the denominator already counts all of them.
+            output = self._loss(micro, normalizer=minibatch.denominator / self.world_size)
+            output.total().backward()
+            outputs.append(output.detach())
+        return outputs
+
+    def _update(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(
+            self._model.parameters(), max_norm=self._cfg.clip_grad_norm or float("inf")
+        ).full_tensor()
+        if not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the gradient's norm is {norm.item()}; lower optimizer.lr or look at the samples "
+                "(dump_samples: true)"
+            )
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
+        return norm.item()
+
+    # ------------------------------------------------------------------ what a person sees
+    def _reduce(self, outputs: list[LossOutput], norms: list[float]) -> dict[str, float]:
+        """Losses summed, diagnostics averaged over micro-batches, minibatches and ranks."""
+        if not outputs:
+            return {}
+        sums: dict[str, torch.Tensor] = {}
+        for output in outputs:
+            losses = {
+                name: torch.stack([value.detach(), value.new_zeros(())])
+                for name, value in output.items()
+                if name.startswith("loss_") and value is not None
+            }
+            for name, value in (losses | output.diagnostics()).items():
+                sums[name] = sums.get(name, 0) + value.double()
+        stacked = torch.stack(list(sums.values()))
+        dist.all_reduce(stacked)
+        metrics = {"gradient_norm": sum(norms) / len(norms)}
+        for name, (total, count) in zip(sums, stacked.tolist(), strict=True):
+            divisor = len(norms) * self.world_size if name.startswith("loss_") else count
+            metrics[name] = total / divisor if divisor else 0.0
+        return metrics
+
+    def _log(self, step: int, metrics: dict[str, float], batch: StepBatch) -> None:
+        """Adds the collector's and the buffer's figures, then logs and shows them all."""
+        metrics |= batch.figures
+        metrics |= {k: v for k, v in self._buffer.stats().items() if k.startswith(("lag_", "groups_"))}
+        collected, now = self._collector.stats(), time.perf_counter()
+        before, then = self._collected
+        self._collected = (collected, now)
+        metrics |= {
+            "generation_tokens_per_s": (collected["sampled_tokens"] - before["sampled_tokens"])
+            / (now - then),
+            "generation_waited_s": collected["waiting_for_trainer_s"]
+            - before["waiting_for_trainer_s"],
+            "training_tokens_per_s": batch.figures["trained_tokens"] / metrics["train_s"],
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+        }
+        self._metric_logger.log_dict(metrics, step=step + 1)
+        self._report.step(metrics)
+        for evaluation in finished(self._evaluations):
+            self._evaluated(evaluation)
+
+    def _evaluate(self, version: int) -> None:
+        """Asks for a held-out evaluation of the weights just published; training goes on."""
+        if not self._is_rank_zero:
+            return
+        if version > 0:
+            self._save(version)
+        self._evaluations.append(self._collector.evaluate())
+
+    def _evaluated(self, evaluation: Evaluation) -> None:
+        self._report.evaluated(evaluation)
+        self._checkpoints.judge(evaluation, last_version=self._cfg.total_steps)
+        self._metric_logger.log_dict(
+            {
+                "held_out_accuracy": evaluation.accuracy,
+                "held_out_answer_tokens": evaluation.answer_tokens,
+                "held_out_truncated": evaluation.truncated,
+            },
+            step=evaluation.version,
+        )
+
+    def _save(self, version: int) -> None:
+        """A Hugging Face folder of the weights as the engine serves them."""
+        folder = self._checkpoints.path(version)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in Path(self._cfg.model_dir).iterdir():
+            if file.suffix in (".json", ".jinja", ".txt"):
+                shutil.copy(file, folder)
+        shutil.copy(self._store.path(version), folder / "model.safetensors")
+
+    def _finish(self) -> None:
+        """Waits for the last evaluations and prints the closing table."""
+        for future in self._evaluations:
+            self._evaluated(future.result())
+        self._report.close()
+        print(
+            self._report.table(
+                tokens=self._collector.stats()["sampled_tokens"],
+                checkpoint=self._checkpoints.path(self._cfg.total_steps),
+                best=self._checkpoints.best,
+                log=self._output_dir / "logs",
+            ),
+            flush=True,
+        )
+
+    def cleanup(self) -> None:
+        """Ends the collector, the engine and the process group."""
+        if self._collector is not None:
+            self._collector.shutdown()
+        if self._store is not None:
+            self._store.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> int:
+    """Entry point: checks the config, then builds, trains and cleans up."""
+    try:
+        cfg = load_config(cfg)
+    except ConfigError as error:
+        if utils.get_world_size_and_rank()[1] == 0:
+            print(f"config error: {error}", file=sys.stderr)
+        return 1
+    dist.init_process_group(training.get_distributed_backend(cfg.device))
+    recipe = AsyncRLFullFinetuneRecipe(cfg)
+    try:
+        recipe.setup()
+        recipe.train()
+    finally:
+        recipe.cleanup()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,135 @@
+"""From the replay buffer on rank 0 to micro-batches on every rank.
+
+Owns the division of a step's groups into minibatches and micro-batches, their scattering, and the
+denominators, which are counted once over all ranks. Owns neither the choice of groups (the
+buffer's) nor of rows within a group (the loss's).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_llm_async.data import StalenessReplayBuffer
+from torchrl_llm_async.packing import pad_rows, plan_micro_batches
+
+_ROWS_PER_UNIT = {"sequence": 1, "pair": 2}
+
+
+@dataclass
+class Minibatch:
+    """One rank's share of one optimizer update.
+
+    Args:
+        micro_batches: as many on every rank, each ``[N, T]`` and left-padded.
+        denominator: what the loss is divided by, summed over all ranks. 0: nothing to learn from.
+    """
+
+    micro_batches: list[TensorDictBase]
+    denominator: float
+
+
+@dataclass
+class StepBatch:
+    """One rank's share of one training step, with rank 0's figures about the whole of it."""
+
+    minibatches: list[Minibatch]
+    figures: dict[str, float]
+
+    def to(self, device: torch.device) -> StepBatch:
+        """Moves the micro-batches to ``device``."""
+        for minibatch in self.minibatches:
+            minibatch.micro_batches = [micro.to(device) for micro in minibatch.micro_batches]
+        return self
+
+
+class BatchFeed:
+    """Gives every rank its share of each step. All ranks call :meth:`next` together.
+
+    Args:
+        buffer: the replay buffer on rank 0, None elsewhere.
+        loss: the loss module: its ``select``, ``denominator`` and ``packing_unit`` are used.
+        minibatches: optimizer updates per step.
+        micro_batch_tokens: most tokens, padding included, of one micro-batch.
+        group_size: rows per group.
+        pad_id: token id to pad with.
+        group: a process group whose backend carries CPU objects.
+    """
+
+    def __init__(
+        self,
+        buffer: StalenessReplayBuffer | None,
+        loss: torch.nn.Module,
+        *,
+        minibatches: int,
+        micro_batch_tokens: int,
+        group_size: int,
+        pad_id: int,
+        group: dist.ProcessGroup,
+    ):
+        self._buffer = buffer
+        self._loss = loss
+        self._minibatches = minibatches
+        self._micro_batch_tokens = micro_batch_tokens
+        self._rows_per_unit = _ROWS_PER_UNIT.get(loss.packing_unit, group_size)
+        self._pad_id = pad_id
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+
+    def next(self) -> StepBatch:
+        """Waits for a step's groups and returns this rank's share.
+
+        Raises:
+            Exception: on rank 0, whatever ended the collector.
+        """
+        shares = self._divide() if self._buffer is not None else None
+        received: list[StepBatch | None] = [None]
+        dist.scatter_object_list(received, shares, src=0, group=self._group)
+        return received[0]
+
+    def _divide(self) -> list[StepBatch]:
+        start = time.perf_counter()
+        rows = self._buffer.sample()
+        waited = time.perf_counter() - start
+        figures = _figures(rows) | {"trainer_waited_s": waited, "trained_tokens": 0}
+        shares = [StepBatch([], figures) for _ in range(self._world_size)]
+        for part in rows.split(len(rows) // self._minibatches):
+            chosen = self._loss.select(part, target_version=self._buffer.consumer_version)
+            if len(chosen) == 0:
+                for share in shares:
+                    share.minibatches.append(Minibatch([], 0.0))
+                continue
+            lengths = [len(row["tokens", "full"]) for row in chosen.unbind(0)]
+            plan = plan_micro_batches(
+                lengths,
+                world_size=self._world_size,
+                token_budget=self._micro_batch_tokens,
+                unit=self._rows_per_unit,
+            )
+            figures["trained_tokens"] += sum(lengths)
+            denominator = float(self._loss.denominator(chosen))
+            for share, micro_rows in zip(shares, plan, strict=True):
+                micro_batches = [
+                    pad_rows([chosen[index] for index in indices], self._pad_id)
+                    for indices in micro_rows
+                ]
+                share.minibatches.append(Minibatch(micro_batches, denominator))
+        return shares
+
+
+def _figures(rows: TensorDictBase) -> dict[str, float]:
+    """Means over the step's trajectories, and its token counts."""
+    rewards = torch.stack([row["next", "reward"] for row in rows.unbind(0)])
+    truncated = torch.stack([row["next", "truncated"] for row in rows.unbind(0)])
+    sampled = sum(int(row["masks", "all_assistant_mask"].sum()) for row in rows.unbind(0))
+    return {
+        "reward": float(rewards.mean()),
+        "accuracy": float((rewards >= 1).float().mean()),
+        "truncated": float(truncated.float().mean()),
+        "answer_tokens": sampled / len(rows),
+        "sampled_tokens": sampled,
+    }

@@ -1,0 +1,143 @@
+"""What a person sees of a run: the progress bar, the held-out accuracy, the closing table.
+
+Owns words and numbers for people, and which checkpoint was best. Metrics for machines go through
+torchtune's metric loggers; nothing here trains or generates.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from torchrl_llm_async.collectors import Evaluation
+
+
+@dataclass(frozen=True)
+class PairedGain:
+    """Difference of two accuracies on the same problems, with its 95 % interval.
+
+    The interval is the normal one for paired differences d_1..d_n in {-1, 0, 1}:
+    mean(d) +- 1.96 sd(d) / sqrt(n).
+
+    Examples:
+        >>> PairedGain.of([0, 0, 1, 1], [1, 1, 1, 0]).points
+        25.0
+    """
+
+    points: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, before: list[float], after: list[float]) -> PairedGain:
+        """From the rewards of the same problems before and after; reward 1 counts as right."""
+        right = [np.asarray(rewards) >= 1.0 for rewards in (after, before)]
+        difference = right[0].astype(float) - right[1].astype(float)
+        mean = 100 * float(difference.mean())
+        margin = 100 * 1.96 * float(difference.std(ddof=1)) / math.sqrt(len(difference))
+        return cls(mean, mean - margin, mean + margin)
+
+
+class CheckpointKeeper:
+    """Keeps the checkpoint of the best evaluated version and the last one, deletes the others.
+
+    Args:
+        folder: where checkpoints are written, one folder each.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.best: tuple[float, int] | None = None
+
+    def path(self, version: int) -> Path:
+        """The folder of a version's checkpoint."""
+        return self.folder / f"step_{version:05d}"
+
+    def judge(self, evaluation: Evaluation, last_version: int) -> None:
+        """Keeps or deletes the evaluated version's checkpoint."""
+        current = (evaluation.accuracy, evaluation.version)
+        if self.best is None or current[0] > self.best[0]:
+            loser, self.best = self.best, current
+        else:
+            loser = current
+        if loser is not None and loser[1] not in (0, last_version):
+            shutil.rmtree(self.path(loser[1]))
+        (self.folder / "best.json").write_text(
+            json.dumps({"step": self.best[1], "held_out_accuracy": self.best[0]}) + "\n"
+        )
+
+
+class Report:
+    """Shows a run to a person; on rank 0 only.
+
+    Args:
+        total_steps: length of the progress bar.
+    """
+
+    def __init__(self, total_steps: int):
+        self._bar = tqdm(total=total_steps, desc="train", unit="step", dynamic_ncols=True)
+        self._start = time.perf_counter()
+        self.evaluations: list[Evaluation] = []
+
+    def step(self, metrics: dict[str, float]) -> None:
+        """One step further."""
+        self._bar.set_postfix_str(
+            f"reward {metrics['reward']:.2f} acc {metrics['accuracy']:.2f} "
+            f"lag {metrics['lag_sample_mean']:.1f}/{metrics['lag_sample_max']:.0f} "
+            f"gen {metrics['generation_tokens_per_s']:.0f} tok/s "
+            f"train {metrics['training_tokens_per_s']:.0f} tok/s "
+            f"waited: trainer {metrics['trainer_waited_s']:.1f} s, "
+            f"generation {metrics['generation_waited_s']:.1f} s"
+        )
+        self._bar.update()
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """A held-out accuracy has come in."""
+        self.evaluations.append(evaluation)
+        self._bar.write(
+            f"held-out accuracy after {evaluation.version} steps: {evaluation.accuracy:.3f} "
+            f"({len(evaluation.rewards)} problems, greedy, {evaluation.seconds:.1f} s)"
+        )
+
+    def close(self) -> None:
+        """Ends the progress bar."""
+        self._bar.close()
+
+    def table(self, *, tokens: int, checkpoint: Path, best: tuple[float, int], log: Path) -> str:
+        """The closing table, its last line the accuracy before and after."""
+        first, last = self.evaluations[0], self.evaluations[-1]
+        gain = PairedGain.of(first.rewards, last.rewards)
+        rows = [
+            ("held-out problems", f"{len(first.rewards)}, greedy"),
+            ("accuracy before", f"{first.accuracy:.3f}"),
+            ("accuracy after", f"{last.accuracy:.3f} (step {last.version})"),
+            (
+                "gain",
+                f"{gain.points:+.1f} points, paired 95 % interval [{gain.low:.1f}, {gain.high:.1f}]",
+            ),
+            ("best", f"{best[0]:.3f} (step {best[1]})"),
+            ("wall time", f"{time.perf_counter() - self._start:.0f} s"),
+            ("sampled tokens", f"{tokens:,}"),
+            ("checkpoint", str(checkpoint)),
+            ("logs", str(log)),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        lines.append(f"held-out accuracy: {first.accuracy:.2f} -> {last.accuracy:.2f}")
+        return "\n".join(lines)
+
+
+def finished(futures: list[Future[Evaluation]]) -> list[Evaluation]:
+    """Takes the evaluations that have come in out of ``futures``, in order."""
+    done = []
+    while futures and futures[0].done():
+        done.append(futures.pop(0).result())
+    return done
