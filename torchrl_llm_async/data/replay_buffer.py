@@ -52,7 +52,7 @@ class StalenessReplayBuffer(ReplayBuffer):
             rule of consumption without them.
         on_drop: called as ``on_drop(group_id, "stale")`` for each dropped group, so that it is
             refunded; usually :meth:`.StalenessController.drop`, or a message to it. Required by
-            ``on_stale="drop"``. It must be quick and must not call the buffer.
+            ``on_stale="drop"``.
         storage: defaults to a :class:`~torchrl.data.LazyStackStorage` of the least size,
             ``(max_staleness + 1) * B * K`` rows.
         transform: e.g. :class:`~torchrl_llm_async.objectives.GroupAdvantage`.
@@ -172,7 +172,8 @@ class StalenessReplayBuffer(ReplayBuffer):
     def retract(self, group_id: int, reason: str) -> None:
         """Tells that an announced group will not come.
 
-        A group that was dropped in the meantime is no error.
+        Call it before the group's refund by :meth:`.StalenessController.reject` lets another group
+        be announced in its place. A group that was dropped in the meantime is no error.
 
         Raises:
             ValueError: the group is not running.
@@ -281,11 +282,13 @@ class StalenessReplayBuffer(ReplayBuffer):
             self._last_batch = {key: info[key] for key in info if key.startswith("lag_")}
             self._last_batch["last_wait_s"] = waited
             self._totals["groups_consumed"] += len(info["group_ids"])
-            if self._on_drop is not None:
-                for group_id in self.sampler.drop_overdue():
-                    self._late.add(group_id)
-                    self._totals["groups_dropped"] += 1
-                    self._on_drop(group_id, "stale")
+            # With on_stale="wait" there are none: the step has waited for them.
+            dropped = self.sampler.drop_overdue()
+            self._late.update(dropped)
+            self._totals["groups_dropped"] += len(dropped)
+        # Not under the lock: whoever is told may hold a lock of its own and call the buffer.
+        for group_id in dropped:
+            self._on_drop(group_id, "stale")
         return (batch, info) if return_info else batch
 
     def shutdown(self, timeout: float | None = None) -> None:
