@@ -1,0 +1,77 @@
+"""What the tests share: a tiny model, and one running vLLM engine for the whole session."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: child processes inherit it
+
+import pytest
+import torch
+
+from torchrl_llm_async.engines import VLLMEngine
+
+TINY_QWEN2 = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,  # head size 32, the smallest vLLM's CPU attention knows
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tied Qwen2 of 0.1M parameters in Hugging Face format, without an end token."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    # A wide initialisation, for a distribution far from uniform.
+    config = Qwen2Config(**TINY_QWEN2, initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+    folder = tmp_path_factory.mktemp("tiny_qwen2")
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class EngineHost:
+    """An engine on an event loop of its own thread, for tests that are no coroutines."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.engine = engine
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="engine-loop", daemon=True).start()
+
+    def submit(self, coroutine: Coroutine) -> Any:
+        """Runs a coroutine in the engine's loop; gives a ``concurrent.futures.Future``."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine, timeout: float = 60.0) -> Any:
+        """Runs a coroutine in the engine's loop and waits for its result."""
+        return self.submit(coroutine).result(timeout)
+
+
+@pytest.fixture(scope="session")
+def engine_host(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHost]:
+    """The session's running engine over :func:`tiny_model`, at whatever version tests left."""
+    log_file = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    host = EngineHost(VLLMEngine(tiny_model, log_file=log_file))
+    host.run(host.engine.start(), timeout=180.0)
+    yield host
+    host.run(host.engine.shutdown())
+    host.loop.call_soon_threadsafe(host.loop.stop)
