@@ -229,6 +229,13 @@ class VLLMEngine:
                 f"prompt of {len(prompt_ids)} tokens: give 1 to {self.max_model_len - 1}, or a "
                 f"larger max_model_len than {self.max_model_len} to the engine"
             )
+        # vLLM 0.32 checks ids only against a tokenizer; an unknown one would kill its core.
+        vocabulary = self._engine.model_config.get_vocab_size()
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
+            raise ValueError(
+                f"prompt ids run from {min(prompt_ids)} to {max(prompt_ids)}, the vocabulary of "
+                f"{self.model} from 0 to {vocabulary - 1}: tokenizer and model do not match"
+            )
         if sampling.truncates_support and not self.allow_truncated_support:
             raise ValueError(
                 f"top_p={sampling.top_p}, top_k={sampling.top_k} truncate the support, which "
