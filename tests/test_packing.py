@@ -1,0 +1,119 @@
+"""The plan keeps its bounds for any lengths, and padding loses nothing."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorData, TensorDict, lazy_stack
+
+from torchrl_llm_async import packing
+from torchrl_llm_async.packing import blank_rows, pad_rows, plan_micro_batches
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=60),
+    world_size=st.integers(1, 4),
+    unit=st.integers(1, 4),
+    slack=st.integers(0, 200),
+)
+def test_plan(lengths, world_size, unit, slack):
+    lengths = lengths[: len(lengths) // unit * unit]
+    budget = unit * max(lengths, default=1) + slack
+    plan = plan_micro_batches(lengths, world_size=world_size, token_budget=budget, unit=unit)
+
+    assert len(plan) == world_size
+    assert len({len(batches) for batches in plan}) == 1
+    rows = [row for batches in plan for batch in batches for row in batch]
+    assert sorted(rows) == list(range(len(lengths)))
+    for batch in (batch for batches in plan for batch in batches):
+        assert len(batch) * max((lengths[row] for row in batch), default=0) <= budget
+        for start in range(0, len(batch), unit):
+            assert batch[start] % unit == 0
+            assert batch[start : start + unit] == list(range(batch[start], batch[start] + unit))
+    loads = [sum(lengths[row] for batch in batches for row in batch) for batches in plan]
+    heaviest = max(
+        (sum(lengths[i : i + unit]) for i in range(0, len(lengths), unit)), default=0
+    )
+    assert max(loads) - min(loads) <= heaviest
+    # Empty micro-batches only where a rank has fewer units than the others need passes.
+    for batches in plan:
+        if any(not batch for batch in batches):
+            assert all(len(batch) <= unit for batch in batches)
+
+
+def test_plan_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"Rows \[2, 3\] take 2 x 9 = 18 tokens.*=17"):
+        plan_micro_batches([4, 4, 9, 1], world_size=1, token_budget=17, unit=2)
+    with pytest.raises(ValueError, match="3 rows are no whole number of units of 2"):
+        plan_micro_batches([4, 4, 4], world_size=1, token_budget=17, unit=2)
+
+
+def test_plan_wastes_little_on_padding():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, 200, (512,), generator=generator).tolist()
+    plan = plan_micro_batches(lengths, world_size=2, token_budget=4096)
+    padded = sum(
+        len(batch) * max(lengths[row] for row in batch) for batches in plan for batch in batches
+    )
+    assert padded / sum(lengths) < 1.15
+
+
+def make_rows():
+    return lazy_stack(
+        [
+            TensorDict(
+                {
+                    "tokens": {
+                        "prompt": torch.arange(1, 3),
+                        "response": torch.arange(3, length + 1),
+                        "full": torch.arange(1, length + 1),
+                    },
+                    "masks": {"all_assistant_mask": torch.arange(length) > 1},
+                    "log_probs": {"full": torch.full((length,), -0.5)},
+                    "policy_version": {"full": torch.full((length,), 3)},
+                    "hidden": torch.ones(length, 2),
+                    "advantage": torch.tensor([0.5]),
+                    "group": {"id": torch.tensor(length)},
+                    "text": {"prompt": NonTensorData("a")},
+                }
+            )
+            for length in (3, 5)
+        ]
+    )
+
+
+def test_pad_rows():
+    dense = pad_rows(make_rows(), pad_id=9)
+    assert dense.batch_size == (2,)
+    assert dense["tokens", "full"].tolist() == [[9, 9, 1, 2, 3], [1, 2, 3, 4, 5]]
+    assert dense["masks", "all_assistant_mask"].sum(-1).tolist() == [1, 3]
+    assert not dense["masks", "all_assistant_mask"][0, :2].any()
+    assert dense["log_probs", "full"][0].tolist() == [0.0, 0.0, -0.5, -0.5, -0.5]
+    assert dense["policy_version", "full"][0].tolist() == [-1, -1, 3, 3, 3]
+    assert dense["hidden"].shape == (2, 5, 2) and dense["hidden"][0, :2].eq(0).all()
+    assert dense["advantage"].tolist() == [[0.5], [0.5]]
+    assert dense["group", "id"].tolist() == [3, 5]
+    assert set(dense["tokens"].keys()) == {"full"}
+    again = pad_rows(dense, pad_id=9)
+    assert (again == dense).all()
+
+
+def test_blank_rows():
+    rows = make_rows()
+    blank, dense = blank_rows(rows, pad_id=9), pad_rows(rows, pad_id=9)
+    assert set(blank.keys(True, True)) == set(dense.keys(True, True))
+    assert blank.batch_size == (2,)
+    assert blank["tokens", "full"].eq(9).all()
+    assert not blank["masks", "all_assistant_mask"].any()
+    assert blank["policy_version", "full"].eq(-1).all()
+    assert blank["advantage"].tolist() == [[0.0], [0.0]]
+
+
+def test_examples_run():
+    result = doctest.testmod(packing)
+    assert result.attempted > 0 and result.failed == 0

@@ -1,0 +1,305 @@
+"""Online DPO: preference pairs out of a group's rewards, and their loss.
+
+Owns the pairing of trajectories; the arithmetic of a pair is in :mod:`.functional`.
+Needs neither advantages nor behaviour log-probs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_llm_async.objectives import functional
+from torchrl_llm_async.objectives.common import (
+    AsyncLLMLoss,
+    LossOutput,
+    require,
+    row_ids,
+    sum_and_count,
+)
+
+Pairing = Literal["best_worst", "all"]
+
+
+def preference_pairs(
+    rewards: list[float],
+    pairing: Pairing = "best_worst",
+    max_pairs: int | None = None,
+) -> list[tuple[int, int]]:
+    """Pairs (chosen, rejected) of positions in one group, from the rewards alone.
+
+    Args:
+        rewards (list[float]): the group's K rewards.
+        pairing: ``"best_worst"``: one pair, the first of the best against the first of
+            the worst. ``"all"``: every two trajectories of different reward, in an
+            order that spreads them: each next pair is the one whose members were used
+            least so far, the larger margin first.
+        max_pairs (int, optional): keep only the first so many. With ``"all"`` and K / 2
+            no trajectory is used twice if the rewards allow it, so the pairs cost no
+            more forward passes than the group has members.
+
+    Returns:
+        list[tuple[int, int]]: empty if all rewards are equal.
+
+    Examples:
+        >>> preference_pairs([1.0, 0.0, 1.0, 0.0])
+        [(0, 1)]
+        >>> preference_pairs([1.0, 0.0, 1.0, 0.0], "all", max_pairs=2)
+        [(0, 1), (2, 3)]
+    """
+    if pairing == "best_worst":
+        best, worst = max(rewards), min(rewards)
+        return [(rewards.index(best), rewards.index(worst))] if best > worst else []
+    size = range(len(rewards))
+    candidates = {(i, j) for i in size for j in size if rewards[i] > rewards[j]}
+    limit = len(candidates) if max_pairs is None else min(max_pairs, len(candidates))
+    uses = [0] * len(rewards)
+    pairs: list[tuple[int, int]] = []
+    while len(pairs) < limit:
+        chosen, rejected = min(
+            candidates,
+            key=lambda pair: (
+                uses[pair[0]] + uses[pair[1]],
+                rewards[pair[1]] - rewards[pair[0]],
+                pair,
+            ),
+        )
+        candidates.remove((chosen, rejected))
+        uses[chosen] += 1
+        uses[rejected] += 1
+        pairs.append((chosen, rejected))
+    return pairs
+
+
+class OnlineDPOLossOutput(LossOutput):
+    """What :class:`OnlineDPOLoss` returns; diagnostics are means over pairs.
+
+    Attributes:
+        loss_preference (Tensor): the loss.
+        reward_margin: beta times the margin of implicit rewards.
+        preference_accuracy: pairs whose chosen trajectory has the larger implicit reward.
+        chosen_reward, rejected_reward: beta (log pi - log pi_ref) of either trajectory.
+        chosen_log_prob, rejected_log_prob: log pi of either trajectory.
+    """
+
+    loss_preference: Tensor
+    reward_margin: Tensor
+    preference_accuracy: Tensor
+    chosen_reward: Tensor
+    rejected_reward: Tensor
+    chosen_log_prob: Tensor
+    rejected_log_prob: Tensor
+
+
+class OnlineDPOLoss(AsyncLLMLoss):
+    r"""Direct preference optimisation on pairs made of freshly sampled groups.
+
+    :meth:`select` pairs the trajectories of each group by their rewards and skips groups
+    in which all rewards are equal; the loss of a pair is a function of
+
+    .. math:: h = \log\frac{\pi_\theta(y_c)}{\pi_\text{ref}(y_c)}
+        - \log\frac{\pi_\theta(y_r)}{\pi_\text{ref}(y_r)}
+
+    with sequence log-probs summed over the sampled tokens. It keeps working on stale
+    samples without an off-policy correction (arXiv 2410.18252).
+
+    Args:
+        actor_network (TensorDictModuleBase): see :class:`~.common.AsyncLLMLoss`.
+        beta (float): strength of the pull towards the reference.
+        loss_type: ``"sigmoid"``, ``"ipo"`` or ``"hinge"``; see
+            :func:`~torchrl_llm_async.objectives.functional.preference_loss`.
+        label_smoothing (float): probability that a pair is the wrong way round, in
+            [0, 0.5).
+        pairing: ``"best_worst"`` or ``"all"``; see :func:`preference_pairs`.
+        max_pairs_per_group (int, optional): for ``pairing="all"``.
+        reference_network (TensorDictModuleBase, optional): the frozen policy, where the
+            batch does not bring ``("log_probs", "ref")``.
+
+    Attributes:
+        groups_selected (int): groups that the last call of :meth:`select` saw.
+        groups_tied (int): how many of those it skipped, all their rewards being equal.
+
+    Raises:
+        ValueError: for an option out of range, naming it.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchtune.models.qwen2 import qwen2
+        >>> from torchrl_llm_async.modules import TorchtuneActor
+        >>> actor = TorchtuneActor(
+        ...     qwen2(vocab_size=11, num_layers=1, num_heads=2, num_kv_heads=1,
+        ...           embed_dim=8, intermediate_dim=16, max_seq_len=16)
+        ... )
+        >>> loss = OnlineDPOLoss(actor, beta=0.1)
+        >>> sampled = torch.tensor([[False, False, True, True]] * 4)
+        >>> batch = TensorDict(
+        ...     {
+        ...         "tokens": {"full": torch.randint(11, (4, 4))},
+        ...         "masks": {"all_attention_mask": torch.ones(4, 4, dtype=torch.bool),
+        ...                   "all_assistant_mask": sampled},
+        ...         "log_probs": {"ref": -2.4 * sampled},
+        ...         "next": {"reward": torch.tensor([[0.0], [1.0], [1.0], [1.0]])},
+        ...         "group": {"id": torch.tensor([0, 0, 1, 1])},
+        ...     },
+        ...     batch_size=(4,),
+        ... )
+        >>> rows = loss.select(batch)
+        >>> len(rows), loss.groups_tied
+        (2, 1)
+        >>> loss(rows, normalizer=loss.denominator(rows)).total().backward()
+    """
+
+    @dataclass
+    class _AcceptedKeys(AsyncLLMLoss._AcceptedKeys):
+        """Keys this loss reads; see ``set_keys``.
+
+        Attributes:
+            reward (NestedKey): [N, 1], read by ``select``. ``("next", "reward")``.
+            group_id (NestedKey): [N], read by ``select``. ``("group", "id")``.
+        """
+
+        reward: NestedKey = ("next", "reward")
+        group_id: NestedKey = ("group", "id")
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
+    packing_unit = "pair"
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        beta: float = 0.1,
+        loss_type: functional.PreferenceLoss = "sigmoid",
+        label_smoothing: float = 0.0,
+        pairing: Pairing = "best_worst",
+        max_pairs_per_group: int | None = None,
+        reference_network: TensorDictModuleBase | None = None,
+    ) -> None:
+        for name, value, accepted in (
+            ("loss_type", loss_type, functional.PreferenceLoss),
+            ("pairing", pairing, Pairing),
+        ):
+            require(
+                value in get_args(accepted),
+                f"{name}={value!r} is not one of {get_args(accepted)}.",
+            )
+        require(beta > 0, f"beta={beta} must be above 0, e.g. 0.1.")
+        require(
+            0 <= label_smoothing < 0.5,
+            f"label_smoothing={label_smoothing} must lie in [0, 0.5).",
+        )
+        require(
+            max_pairs_per_group is None
+            or (pairing == "all" and max_pairs_per_group >= 1),
+            f"max_pairs_per_group={max_pairs_per_group} with pairing={pairing!r}: it must be "
+            "at least 1, and limits pairing='all' only.",
+        )
+        super().__init__(actor_network, reference_network=reference_network)
+        self.beta = beta
+        self.loss_type = loss_type
+        self.label_smoothing = label_smoothing
+        self.pairing = pairing
+        self.max_pairs_per_group = max_pairs_per_group
+        self.groups_selected = 0
+        self.groups_tied = 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Always."""
+        return True
+
+    def select(
+        self, batch: TensorDictBase, *, target_version: int | None = None
+    ) -> TensorDictBase:
+        """Chosen and rejected rows, those of a pair adjacent, the chosen one first.
+
+        Args:
+            batch (TensorDictBase): ``(B * K,)``, the rows of a group adjacent.
+            target_version (int, optional): unused; every loss takes it.
+
+        Returns:
+            TensorDictBase: ``(2 P,)``; empty if all groups are tied.
+
+        Raises:
+            ValueError: a group of one row, or one whose rows are not adjacent, or a
+                reward that is not finite.
+        """
+        rewards = self._read(batch, "reward").flatten().tolist()
+        group_ids = self._read(batch, "group_id").flatten().tolist()
+        groups: dict[int, list[int]] = {}
+        for row, group in enumerate(group_ids):
+            groups.setdefault(group, []).append(row)
+        indices: list[int] = []
+        ties = 0
+        for group, rows in groups.items():
+            group_rewards = [rewards[row] for row in rows]
+            require(
+                len(rows) >= 2 and rows[-1] - rows[0] == len(rows) - 1,
+                f"Group {group} has the rows {rows}: a preference pair needs a group of at "
+                "least 2 adjacent rows (group_size >= 2).",
+            )
+            require(
+                all(abs(value) < float("inf") for value in group_rewards),
+                f"Group {group} has the rewards {group_rewards}: they must be finite. Reject "
+                "a group whose reward failed instead.",
+            )
+            pairs = preference_pairs(group_rewards, self.pairing, self.max_pairs_per_group)
+            ties += not pairs
+            indices.extend(rows[position] for pair in pairs for position in pair)
+        self.groups_selected, self.groups_tied = len(groups), ties
+        # An empty list is no valid index of a lazy stack; an empty slice is.
+        return batch[indices] if indices else batch[:0]
+
+    def denominator(self, rows: TensorDictBase) -> Tensor:
+        """Number of pairs."""
+        if len(rows) == 0:
+            return torch.zeros((), dtype=torch.int64)
+        mask = self._read(rows, "assistant_mask", False)
+        return self._valid_pairs(mask).sum()
+
+    def forward(
+        self, micro: TensorDictBase, *, normalizer: Tensor | float
+    ) -> OnlineDPOLossOutput:
+        """See :meth:`~.common.AsyncLLMLoss.forward`; rows 2 i and 2 i + 1 are a pair."""
+        mask = self._read(micro, "assistant_mask", False)
+        require(
+            len(mask) % 2 == 0,
+            f"{len(mask)} rows are no whole pairs: pack with unit=2, so that none is split.",
+        )
+        log_prob, _ = self.actor_network.log_probs(micro, mask=mask)
+        reference = self._reference_log_prob(micro, mask)
+
+        def per_sequence(values: Tensor) -> Tensor:
+            kept = torch.where(mask, values, 0.0).flatten()
+            return functional.segment_sum(kept, row_ids(mask), len(mask))
+
+        policy = per_sequence(log_prob)
+        implicit_reward = policy - per_sequence(reference)
+        chosen, rejected = implicit_reward[0::2], implicit_reward[1::2]
+        margin = chosen - rejected
+        valid = self._valid_pairs(mask)
+        loss = functional.preference_loss(
+            margin, self.loss_type, beta=self.beta, label_smoothing=self.label_smoothing
+        )
+        return OnlineDPOLossOutput(
+            loss_preference=torch.where(valid, loss, 0.0).sum() / normalizer,
+            reward_margin=sum_and_count(self.beta * margin, valid),
+            preference_accuracy=sum_and_count(margin > 0, valid),
+            chosen_reward=sum_and_count(self.beta * chosen, valid),
+            rejected_reward=sum_and_count(self.beta * rejected, valid),
+            chosen_log_prob=sum_and_count(policy[0::2], valid),
+            rejected_log_prob=sum_and_count(policy[1::2], valid),
+            batch_size=(),
+        )
+
+    @staticmethod
+    def _valid_pairs(mask: Tensor) -> Tensor:
+        """(P,) bool: pairs with sampled tokens, as opposed to padding rows."""
+        return mask.any(-1).reshape(-1, 2).any(-1)

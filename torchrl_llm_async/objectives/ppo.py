@@ -1,0 +1,355 @@
+"""Decoupled PPO for trajectories of stale, possibly mixed, policy versions.
+
+Owns the options of the loss and the reading of its micro-batches; the arithmetic is in
+:mod:`.functional`. Computes no advantages (:mod:`.advantage`) and no rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_llm_async.objectives import functional
+from torchrl_llm_async.objectives.common import (
+    AsyncLLMLoss,
+    LossOutput,
+    require,
+    row_ids,
+    sum_and_count,
+)
+
+ProximalPolicy = Literal["recompute", "loglinear", "behavior"]
+
+
+class DecoupledPPOLossOutput(LossOutput):
+    """What :class:`DecoupledPPOLoss` returns; diagnostics are means over sampled tokens.
+
+    Attributes:
+        loss_objective (Tensor): the clipped, corrected policy objective.
+        loss_entropy (Tensor): minus the entropy bonus; None without ``entropy_coeff``.
+        loss_kl_to_ref (Tensor): the KL penalty; None without ``kl_to_ref_coeff``.
+        clip_fraction_low, clip_fraction_high: tokens whose gradient clipping removed.
+        correction_fraction: tokens whose behaviour weight was truncated or rejected.
+        behavior_weight, behavior_weight_squared: w' and its square; the effective sample
+            size is the squared mean of the first over the mean of the second.
+        kl_to_behavior: log mu - log theta, an unbiased estimate of KL(mu || theta).
+        entropy: of the policy at the sampled positions, in nats.
+        kl_to_ref: the penalty's per-token estimate; None without ``kl_to_ref_coeff``.
+    """
+
+    loss_objective: Tensor
+    clip_fraction_low: Tensor
+    clip_fraction_high: Tensor
+    correction_fraction: Tensor
+    behavior_weight: Tensor
+    behavior_weight_squared: Tensor
+    kl_to_behavior: Tensor
+    entropy: Tensor
+    loss_entropy: Tensor | None = None
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+
+
+class DecoupledPPOLoss(AsyncLLMLoss):
+    r"""PPO whose trust region and whose off-policy correction have policies of their own.
+
+    With the policy :math:`\pi_\theta` being trained, the proximal policy
+    :math:`\pi_p` around which steps are clipped and the behaviour policy :math:`\mu`
+    that sampled the token, the loss of a token is
+
+    .. math::
+        w' \max(-A r, -A\,\mathrm{clip}(r, 1-\epsilon_l, 1+\epsilon_h)),\quad
+        r = \frac{\pi_\theta}{\mathrm{sg}[\pi_p]},\quad
+        w = \mathrm{sg}\Big[\frac{\pi_p}{\mu}\Big]
+
+    (arXiv 2110.00641; for language models AReaL, arXiv 2505.24298), where w' is w under
+    the chosen correction. On fresh data all ratios are 1 and the gradient is REINFORCE's.
+
+    Args:
+        actor_network (TensorDictModuleBase): see :class:`~.common.AsyncLLMLoss`.
+        clip_epsilon (float or pair of float): :math:`\epsilon`, or
+            :math:`(\epsilon_l, \epsilon_h)`.
+        dual_clip (float, optional): bound c > 1 on the loss of tokens with A < 0.
+        prox: the proximal policy. ``"recompute"``: the weights at the start of the
+            training step, by a forward pass in :meth:`anchor`; without one the current
+            log-probs serve, which is exact, and free, while the step makes one
+            optimizer update. ``"loglinear"``: interpolated from the token's version
+            without a forward pass
+            (:func:`~torchrl_llm_async.objectives.functional.loglinear_log_prob`); needs
+            ``target_version`` in :meth:`select`. ``"behavior"``: mu itself, i.e. coupled
+            PPO, where w is 1.
+        correction: ``"truncate"``, ``"mask"``, ``"both"`` or ``"off"``; see
+            :func:`~torchrl_llm_async.objectives.functional.correction_weight`. ``"off"``
+            leaves w out altogether; ``"truncate"`` with a cap of infinity keeps w as it is.
+        correction_level: ``"token"``, ``"sequence"`` or ``"geometric"``.
+        correction_cap (float): largest weight.
+        correction_floor (float, optional): smallest weight that ``"both"`` keeps; the
+            reciprocal of the cap by default.
+        aggregation: ``"token"`` (mean over all tokens of the step), ``"sequence"`` (mean
+            over sequences of their mean) or ``"fixed"`` (sum over tokens, divided by
+            sequences times ``fixed_length``).
+        fixed_length (int, optional): in tokens, for ``"fixed"``.
+        entropy_coeff (float): weight of the entropy bonus; 0 switches it off.
+        kl_to_ref_coeff (float): weight of the KL penalty to the reference; 0 switches it
+            off. The estimate is weighted by the importance ratio w' r (detached), since
+            the tokens are mu's, not the current policy's.
+        kl_estimator: ``"k2"`` or ``"k3"``.
+        reference_network (TensorDictModuleBase, optional): for the KL penalty, where
+            the batch does not bring ``("log_probs", "ref")``.
+
+    Raises:
+        ValueError: for an option out of range, naming it.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchtune.models.qwen2 import qwen2
+        >>> from torchrl_llm_async.modules import TorchtuneActor
+        >>> actor = TorchtuneActor(
+        ...     qwen2(vocab_size=11, num_layers=1, num_heads=2, num_kv_heads=1,
+        ...           embed_dim=8, intermediate_dim=16, max_seq_len=16)
+        ... )
+        >>> loss = DecoupledPPOLoss(actor, clip_epsilon=(0.2, 0.28))
+        >>> sampled = torch.tensor([[False, False, True, True]] * 2)
+        >>> micro = TensorDict(
+        ...     {
+        ...         "tokens": {"full": torch.randint(11, (2, 4))},
+        ...         "masks": {"all_attention_mask": torch.ones(2, 4, dtype=torch.bool),
+        ...                   "all_assistant_mask": sampled},
+        ...         "log_probs": {"full": -2.4 * sampled},
+        ...         "advantage": torch.tensor([[0.5], [-0.5]]),
+        ...     },
+        ...     batch_size=(2,),
+        ... )
+        >>> output = loss(loss.anchor(micro), normalizer=loss.denominator(micro))
+        >>> output.total().backward()
+        >>> sorted(output.diagnostics())[:2]
+        ['behavior_weight', 'behavior_weight_squared']
+    """
+
+    @dataclass
+    class _AcceptedKeys(AsyncLLMLoss._AcceptedKeys):
+        """Keys this loss reads; see ``set_keys``.
+
+        Attributes:
+            advantage (NestedKey): [N, 1], or [N, T] for one per token. ``"advantage"``.
+            sample_log_prob (NestedKey): log mu. ``("log_probs", "full")``.
+            prox_log_prob (NestedKey): written by ``anchor``. ``("log_probs", "prox")``.
+            token_version (NestedKey): read for ``prox="loglinear"``.
+                ``("policy_version", "full")``.
+            target_version (NestedKey): the version trained towards, one number per row;
+                written by ``select``, read for ``prox="loglinear"``.
+                ``("policy_version", "target")``.
+        """
+
+        advantage: NestedKey = "advantage"
+        sample_log_prob: NestedKey = ("log_probs", "full")
+        prox_log_prob: NestedKey = ("log_probs", "prox")
+        token_version: NestedKey = ("policy_version", "full")
+        target_version: NestedKey = ("policy_version", "target")
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
+    packing_unit = "sequence"
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        clip_epsilon: float | Sequence[float] = 0.2,
+        dual_clip: float | None = None,
+        prox: ProximalPolicy = "recompute",
+        correction: functional.Correction = "truncate",
+        correction_level: functional.CorrectionLevel = "token",
+        correction_cap: float = 5.0,
+        correction_floor: float | None = None,
+        aggregation: functional.Aggregation = "token",
+        fixed_length: int | None = None,
+        entropy_coeff: float = 0.0,
+        kl_to_ref_coeff: float = 0.0,
+        kl_estimator: functional.KLEstimator = "k2",
+        reference_network: TensorDictModuleBase | None = None,
+    ) -> None:
+        for name, value, accepted in (
+            ("prox", prox, ProximalPolicy),
+            ("correction", correction, functional.Correction),
+            ("correction_level", correction_level, functional.CorrectionLevel),
+            ("aggregation", aggregation, functional.Aggregation),
+            ("kl_estimator", kl_estimator, functional.KLEstimator),
+        ):
+            require(
+                value in get_args(accepted),
+                f"{name}={value!r} is not one of {get_args(accepted)}.",
+            )
+        low, high = (
+            (clip_epsilon, clip_epsilon)
+            if isinstance(clip_epsilon, (int, float))
+            else clip_epsilon
+        )
+        require(
+            0 < low < 1 and 0 < high,
+            f"clip_epsilon={clip_epsilon} must lie in (0, 1) below and above 0 above, e.g. "
+            "0.2 or [0.2, 0.28].",
+        )
+        require(
+            dual_clip is None or dual_clip > 1,
+            f"dual_clip={dual_clip} must be above 1, e.g. 3.0, or null.",
+        )
+        require(
+            correction_cap >= 1,
+            f"correction_cap={correction_cap} must be at least 1: a fresh token weighs 1.",
+        )
+        require(
+            correction_floor is None or 0 <= correction_floor <= 1,
+            f"correction_floor={correction_floor} must lie in [0, 1], or be null.",
+        )
+        require(
+            (aggregation == "fixed") == (fixed_length is not None),
+            f"fixed_length={fixed_length} with aggregation={aggregation!r}: 'fixed' needs a "
+            "number of tokens, the others take none.",
+        )
+        super().__init__(actor_network, reference_network=reference_network)
+        self.clip_low, self.clip_high = float(low), float(high)
+        self.dual_clip = dual_clip
+        self.prox = prox
+        self.correction = correction
+        self.correction_level = correction_level
+        self.correction_cap = correction_cap
+        self.correction_floor = correction_floor
+        self.aggregation = aggregation
+        self.fixed_length = fixed_length
+        self.entropy_coeff = entropy_coeff
+        self.kl_to_ref_coeff = kl_to_ref_coeff
+        self.kl_estimator = kl_estimator
+
+    @property
+    def needs_reference(self) -> bool:
+        """Only for the KL penalty."""
+        return bool(self.kl_to_ref_coeff)
+
+    def select(
+        self, batch: TensorDictBase, *, target_version: int | None = None
+    ) -> TensorDictBase:
+        """All rows; with ``prox="loglinear"`` each also gets the version trained towards.
+
+        Raises:
+            ValueError: no ``target_version`` where ``prox="loglinear"`` needs it.
+        """
+        if self.prox != "loglinear":
+            return batch
+        require(
+            target_version is not None,
+            "prox='loglinear' needs select(batch, target_version=version + 1), version being "
+            "that of the weights the step starts from.",
+        )
+        rows = batch.copy()
+        versions = torch.full(rows.batch_size, target_version, device=rows.device)
+        return rows.set(self.tensor_keys.target_version, versions)
+
+    def anchor(self, micro: TensorDictBase) -> TensorDictBase:
+        """With ``prox="recompute"``, adds the current log-probs [N, T], without gradient."""
+        if self.prox != "recompute":
+            return micro
+        mask = self._read(micro, "assistant_mask", False)
+        with torch.no_grad():
+            log_prob, _ = self.actor_network.log_probs(micro, mask=mask)
+        return micro.copy().set(self.tensor_keys.prox_log_prob, log_prob)
+
+    def denominator(self, rows: TensorDictBase) -> Tensor:
+        """Tokens, sequences, or sequences times ``fixed_length``, as ``aggregation`` says."""
+        mask = self._read(rows, "assistant_mask", False)
+        return functional.denominator(
+            mask.flatten(), row_ids(mask), len(mask), self.aggregation, self.fixed_length
+        )
+
+    def forward(
+        self, micro: TensorDictBase, *, normalizer: Tensor | float
+    ) -> DecoupledPPOLossOutput:
+        """See :meth:`~.common.AsyncLLMLoss.forward`."""
+        padded_mask = self._read(micro, "assistant_mask", False)
+        segment_ids, rows = row_ids(padded_mask), len(padded_mask)
+        log_prob, entropy = (
+            value.flatten()
+            for value in self.actor_network.log_probs(
+                micro, mask=padded_mask, with_entropy=True
+            )
+        )
+        mask = padded_mask.flatten()
+        behavior = self._read(micro, "sample_log_prob", 0.0).flatten()
+        advantage = self._read(micro, "advantage", 0.0).expand_as(padded_mask).flatten()
+        prox = self._prox_log_prob(micro, log_prob, behavior)
+
+        weight, corrected = functional.correction_weight(
+            prox - behavior,
+            mask,
+            segment_ids,
+            rows,
+            correction=self.correction,
+            level=self.correction_level,
+            cap=self.correction_cap,
+            floor=self.correction_floor,
+        )
+        surrogate = functional.clipped_surrogate(
+            log_prob,
+            prox,
+            advantage,
+            mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+
+        def reduce(values: Tensor) -> Tensor:
+            total = functional.aggregate(
+                values, mask, segment_ids, rows, self.aggregation
+            )
+            return total / normalizer
+
+        output = DecoupledPPOLossOutput(
+            loss_objective=reduce(weight * surrogate.loss),
+            clip_fraction_low=sum_and_count(surrogate.clipped_low, mask),
+            clip_fraction_high=sum_and_count(surrogate.clipped_high, mask),
+            correction_fraction=sum_and_count(corrected, mask),
+            behavior_weight=sum_and_count(weight, mask),
+            behavior_weight_squared=sum_and_count(weight.square(), mask),
+            kl_to_behavior=sum_and_count(behavior - log_prob, mask),
+            entropy=sum_and_count(entropy, mask),
+            batch_size=(),
+        )
+        if self.entropy_coeff:
+            output.loss_entropy = -self.entropy_coeff * reduce(entropy)
+        if self.kl_to_ref_coeff:
+            kl = functional.kl_estimate(
+                log_prob,
+                self._reference_log_prob(micro, padded_mask).flatten(),
+                mask,
+                self.kl_estimator,
+            )
+            importance = weight * surrogate.ratio
+            output.loss_kl_to_ref = self.kl_to_ref_coeff * reduce(importance * kl)
+            output.kl_to_ref = sum_and_count(kl, mask)
+        return output
+
+    def _prox_log_prob(
+        self, micro: TensorDictBase, log_prob: Tensor, behavior: Tensor
+    ) -> Tensor:
+        """(N * T,) log-probs of the proximal policy, without gradient."""
+        if self.prox == "behavior":
+            return behavior
+        if self.prox == "loglinear":
+            token_version = self._read(micro, "token_version", -1)
+            target_version = self._read(micro, "target_version").unsqueeze(-1)
+            return functional.loglinear_log_prob(
+                log_prob,
+                behavior,
+                token_version.flatten(),
+                target_version.expand_as(token_version).flatten(),
+            )
+        recomputed = self._find(micro, "prox_log_prob", 0.0)
+        return log_prob.detach() if recomputed is None else recomputed.flatten()

@@ -1,0 +1,190 @@
+"""Micro-batches of a step: which rows go to which rank, and how they become dense.
+
+Owns the plan (balanced over ranks, bounded by a token budget) and the padding. Knows no
+loss: what must not be split is given as a number of adjacent rows. Sends nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], *, world_size: int, token_budget: int, unit: int = 1
+) -> list[list[list[int]]]:
+    """Assigns rows to the micro-batches of each rank.
+
+    Units of ``unit`` adjacent rows are dealt longest first to the rank with the fewest
+    tokens, then filled into micro-batches in that order, so that rows of like length
+    meet and little is padded. All ranks get the same number of micro-batches, since
+    every forward pass under FSDP is a collective.
+
+    Args:
+        lengths (Sequence[int]): tokens of each row.
+        world_size (int): number of ranks.
+        token_budget (int): most tokens of a micro-batch, padding included: its rows times
+            its longest row.
+        unit (int): rows that must stay together: 1, 2 for pairs, the group size for groups.
+
+    Returns:
+        list[list[list[int]]]: row indices by rank and micro-batch. Each row is in exactly
+        one; a micro-batch may be empty where a rank has too few units
+        (see :func:`blank_rows`).
+
+    Raises:
+        ValueError: a unit over the budget, or rows that are no whole number of units.
+
+    Examples:
+        >>> plan_micro_batches([5, 2, 4, 3], world_size=2, token_budget=10)
+        [[[0, 1]], [[2, 3]]]
+    """
+    if len(lengths) % unit:
+        raise ValueError(f"{len(lengths)} rows are no whole number of units of {unit} rows.")
+    units = [range(start, start + unit) for start in range(0, len(lengths), unit)]
+    longest = [max(lengths[row] for row in rows) for rows in units]
+    tokens = [sum(lengths[row] for row in rows) for rows in units]
+    for rows, length in zip(units, longest, strict=True):
+        if unit * length > token_budget:
+            raise ValueError(
+                f"Rows {list(rows)} take {unit} x {length} = {unit * length} tokens, over "
+                f"token_budget={token_budget}. They cannot be split: raise the budget to at "
+                "least that, or sample fewer tokens."
+            )
+    order = sorted(range(len(units)), key=lambda index: (-longest[index], index))
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    load = [(0, rank) for rank in range(world_size)]
+    for index in order:
+        total, rank = heapq.heappop(load)
+        shares[rank].append(index)
+        heapq.heappush(load, (total + tokens[index], rank))
+
+    def fill(share: list[int]) -> list[list[int]]:
+        batches: list[list[int]] = []
+        for index in share:
+            # Longest first: the micro-batch's first unit sets the width of all.
+            if batches and (len(batches[-1]) + 1) * unit * longest[batches[-1][0]] <= token_budget:
+                batches[-1].append(index)
+            else:
+                batches.append([index])
+        return batches
+
+    plan = [fill(share) for share in shares]
+    count = max(len(batches) for batches in plan)
+    for batches in plan:
+        while len(batches) < count:
+            largest = max(batches, key=len, default=[])
+            if len(largest) < 2:
+                batches.append([])
+                continue
+            position = batches.index(largest)
+            half = (len(largest) + 1) // 2
+            batches[position : position + 1] = [largest[:half], largest[half:]]
+    return [
+        [[row for index in batch for row in units[index]] for batch in batches]
+        for batches in plan
+    ]
+
+
+def pad_rows(
+    rows: TensorDictBase,
+    pad_id: int,
+    *,
+    tokens_key: NestedKey = ("tokens", "full"),
+) -> TensorDictBase:
+    """Ragged rows as one dense micro-batch, padded on the left.
+
+    An entry with one value per token is padded: token ids with ``pad_id``, other
+    integers (versions) with -1, floats with 0, bools with False. An entry of the same
+    shape in all rows is stacked. The rest (text) is left out, and so are the neighbours of
+    ``tokens_key``: prompt and response, which it already holds.
+
+    Args:
+        rows (TensorDictBase): ``(N,)`` rows, N >= 1.
+        pad_id (int): token id that fills up.
+        tokens_key (NestedKey): token ids, 1-D; its length is the row's.
+
+    Returns:
+        TensorDictBase: batch size ``(N,)``, per-token entries [N, T].
+
+    Examples:
+        >>> from tensordict import lazy_stack
+        >>> rows = lazy_stack(
+        ...     [TensorDict({"tokens": {"full": torch.arange(1, n)}}) for n in (3, 4)]
+        ... )
+        >>> pad_rows(rows, pad_id=0)["tokens", "full"]
+        tensor([[0, 1, 2],
+                [1, 2, 3]])
+    """
+    singles = list(rows.unbind(0))
+    lengths = [len(row.get(tokens_key)) for row in singles]
+    out = TensorDict(batch_size=[len(singles)], device=rows.device)
+    for key in singles[0].keys(include_nested=True, leaves_only=True):
+        if key != tokens_key and key[:-1] == tokens_key[:-1] and isinstance(key, tuple):
+            continue
+        values = [row.get(key, None) for row in singles]
+        if not all(isinstance(value, Tensor) for value in values):
+            continue
+        if all(v.ndim > 0 and len(v) == n for v, n in zip(values, lengths, strict=True)):
+            fill = pad_id if key == tokens_key else _fill_value(values[0].dtype)
+            out.set(
+                key,
+                pad_sequence(
+                    values, batch_first=True, padding_value=fill, padding_side="left"
+                ),
+            )
+        elif len({value.shape for value in values}) == 1:
+            out.set(key, torch.stack(values))
+    return out
+
+
+def blank_rows(
+    rows: TensorDictBase,
+    pad_id: int,
+    *,
+    tokens_key: NestedKey = ("tokens", "full"),
+) -> TensorDictBase:
+    """A micro-batch without a single valid token, for a rank that has nothing to train.
+
+    It still goes through forward and backward, whose collectives every rank must join.
+
+    Args:
+        rows (TensorDictBase): any rows of the step, whose entries are imitated.
+        pad_id (int): token id that fills up.
+        tokens_key (NestedKey): token ids.
+
+    Returns:
+        TensorDictBase: batch size ``(2,)`` (so that it is whole pairs, too); per-token
+        entries as in padding, the others 0.
+
+    Examples:
+        >>> from tensordict import lazy_stack
+        >>> rows = lazy_stack(
+        ...     [TensorDict({"masks": {"all_attention_mask": torch.ones(3) > 0},
+        ...                  "tokens": {"full": torch.arange(3)}})]
+        ... )
+        >>> blank_rows(rows, pad_id=0)["masks", "all_attention_mask"].any()
+        tensor(False)
+    """
+    example = pad_rows(rows[:1], pad_id, tokens_key=tokens_key)
+    per_token = example.get(tokens_key).shape
+    out = TensorDict(batch_size=[2], device=rows.device)
+    for key, value in example.items(include_nested=True, leaves_only=True):
+        if key == tokens_key:
+            fill = pad_id
+        else:
+            fill = _fill_value(value.dtype) if value.shape == per_token else 0
+        out.set(key, value.new_full((2, *value.shape[1:]), fill))
+    return out
+
+
+def _fill_value(dtype: torch.dtype) -> int | float | bool:
+    """What stands for "no value" in a per-token entry of this type."""
+    if dtype == torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else -1
