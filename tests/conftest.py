@@ -53,6 +53,9 @@ class EngineHost:
     def __init__(self, engine: VLLMEngine) -> None:
         self.engine = engine
         self.loop = asyncio.new_event_loop()
+        # Here and not in the loop's thread: the core lives as long as the thread that starts it,
+        # and may be forked while there is no other.
+        self.loop.run_until_complete(engine.start())
         threading.Thread(target=self.loop.run_forever, name="engine-loop", daemon=True).start()
 
     def submit(self, coroutine: Coroutine) -> Any:
@@ -65,13 +68,10 @@ class EngineHost:
 
 
 @pytest.fixture(scope="session")
-def engine_host(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineHost]:
+def engine_host(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHost]:
     """The session's running engine over :func:`tiny_model`, at whatever version tests left."""
     log_file = tmp_path_factory.mktemp("vllm") / "vllm.log"
     host = EngineHost(VLLMEngine(tiny_model, log_file=log_file))
-    host.run(host.engine.start(), timeout=180.0)
     yield host
     host.run(host.engine.shutdown())
     host.loop.call_soon_threadsafe(host.loop.stop)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -63,13 +63,8 @@ def host(engine_host: EngineHost) -> EngineHost:
 
 
 @pytest.fixture
-def store() -> WeightStore:
-    shm = Path("/dev/shm")
-    import tempfile
-
-    store = WeightStore(tempfile.mkdtemp(dir=shm if shm.is_dir() else None))
-    yield store
-    store.close()
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "weights")
 
 
 def _reference_log_probs(
@@ -220,6 +215,49 @@ class TestUpdateWeights:
             torch.testing.assert_close(found[cut:], under_new[cut:], atol=5e-5, rtol=0)
             assert (found[cut:] - under_old[cut:]).abs().max() > 0.1
 
+    @pytest.mark.parametrize("on_update", ["keep", "recompute"])
+    def test_new_request_reuses_no_prefix_of_older_weights(
+        self,
+        host: EngineHost,
+        tiny_model: Path,
+        store: WeightStore,
+        monkeypatch: pytest.MonkeyPatch,
+        on_update: str,
+    ) -> None:
+        monkeypatch.setattr(host.engine, "on_update", on_update)
+        prompt = [5 + i % 50 for i in range(100)]  # three whole blocks
+        weights = _changed(load_file(tiny_model / "model.safetensors"), seed=11)
+        host.run(host.engine.generate(prompt, SHORT, request_id="fills the cache"))
+        version = host.engine.version + 1
+        path = store.write(version, weights.items())
+        across = host.run(_answers_across_a_switch(host.engine, version, path, 2, on_update))
+        assert all(answer.versions == sorted(answer.versions) for answer in across)
+        assert all(set(answer.versions) == {version - 1, version} for answer in across)
+        answer = host.run(host.engine.generate(prompt, SHORT, request_id="new"))
+        wanted = _reference_log_probs(tiny_model, weights, prompt + answer.token_ids, 1.0)
+        found = torch.tensor(answer.log_probs)
+        torch.testing.assert_close(found, wanted[len(prompt) - 1 :], atol=5e-5, rtol=0)
+
+    def test_giving_up_leaves_a_whole_switch(
+        self, host: EngineHost, tiny_model: Path, store: WeightStore
+    ) -> None:
+        weights = _changed(load_file(tiny_model / "model.safetensors"), seed=13)
+        version = host.engine.version + 1
+        path = store.write(version, weights.items())
+
+        async def give_up():
+            switch = asyncio.ensure_future(host.engine.update_weights(version, path))
+            await asyncio.sleep(0)
+            switch.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await switch
+            # Waits behind the switch, and is refused.
+            with pytest.raises(WeightUpdateError, match=f"version {version} keeps serving"):
+                await host.engine.update_weights(version + 1, path.with_name("none"))
+            return await host.engine.generate(PROMPT, SHORT, request_id="after giving up")
+
+        assert set(host.run(give_up()).versions) == {version} == {host.engine.version}
+
     @pytest.mark.inv3
     @pytest.mark.parametrize(
         ("damage", "message"),
@@ -261,3 +299,89 @@ class TestUpdateWeights:
         after = host.run(host.engine.generate(PROMPT, greedy, request_id="after"))
         assert after == before
         assert set(after.versions) == {served} == {host.engine.version}
+
+
+_CLIENT = '''
+import asyncio, multiprocessing, os, signal, sys
+from pathlib import Path
+from torchrl_llm_async.engines import EngineDeadError, SamplingConfig, VLLMEngine
+
+LONG = SamplingConfig(max_new_tokens=200)
+
+def core_pid():
+    (core,) = multiprocessing.active_children()
+    return core.pid
+
+async def lose_the_core(engine):
+    """Kills the core under running requests and a switch; all of them must hear of it."""
+    requests = [engine.generate([5, 6], LONG, request_id=str(i)) for i in range(8)]
+    pending = asyncio.gather(*requests, return_exceptions=True)
+    await engine.generate([5, 6], SamplingConfig(max_new_tokens=4), request_id="first")
+    os.kill(core_pid(), signal.SIGSTOP)  # the switch is certain to find it silent
+    switch = asyncio.ensure_future(engine.update_weights(1, Path("none")))
+    await asyncio.sleep(0)
+    os.kill(core_pid(), signal.SIGKILL)
+    heard = await asyncio.wait_for(pending, 10)
+    heard += await asyncio.wait_for(asyncio.gather(switch, return_exceptions=True), 10)
+    assert [type(error) for error in heard] == [EngineDeadError] * 9, heard
+    await engine.shutdown()
+
+async def main(model, log_file, case):
+    engine = VLLMEngine(model, log_file=Path(log_file))
+    await engine.start()
+    if case == "interrupt":
+        await lose_the_core(engine)
+        await engine.start()
+    print("ready", core_pid(), flush=True)
+    try:
+        while True:
+            await engine.generate([5, 6], LONG, request_id="loop")
+    finally:
+        await engine.shutdown()
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+'''
+
+
+@needs_engine
+class TestDeath:
+    @staticmethod
+    def _client(tiny_model: Path, tmp_path: Path, case: str) -> tuple[subprocess.Popen, int]:
+        """A process with a running engine, and a process descriptor of its core."""
+        (script := tmp_path / "client.py").write_text(_CLIENT)
+        client = subprocess.Popen(
+            [sys.executable, script, tiny_model, tmp_path / "vllm.log", case],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        ready = client.stdout.readline().split()
+        assert ready[:1] == ["ready"], client.communicate()[1]
+        return client, os.pidfd_open(int(ready[1]))
+
+    @staticmethod
+    def _assert_dies(core: int) -> None:
+        assert select.select([core], [], [], 10)[0], "the engine core outlived its client"
+        os.close(core)
+
+    def test_core_dies_with_a_killed_client(self, tiny_model: Path, tmp_path: Path) -> None:
+        client, core = self._client(tiny_model, tmp_path, "kill")
+        client.kill()
+        self._assert_dies(core)
+        client.communicate()
+
+    @pytest.mark.inv5
+    def test_lost_core_is_heard_of_and_interrupt_ends_all_quietly(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        client, core = self._client(tiny_model, tmp_path, "interrupt")
+        os.killpg(client.pid, signal.SIGINT)
+        assert client.communicate(timeout=10) == ("", "")
+        assert client.returncode == 130
+        self._assert_dies(core)

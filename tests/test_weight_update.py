@@ -48,7 +48,9 @@ def _decoder(weights: dict[str, torch.Tensor], *, tied: bool = True) -> torch.nn
 
 def _torchtunes_hf_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """torchtune's own converter, to whose names the publisher's are held."""
-    state = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in state.items()}
+    state = {
+        name.replace("_checkpoint_wrapped_module.", ""): value for name, value in state.items()
+    }
     return qwen2_tune_to_hf(
         state,
         num_heads=TINY_QWEN2["num_attention_heads"],
@@ -140,9 +142,7 @@ class TestOneProcess:
         assert missing == ["lm_head.weight"] and not unexpected
         tokens = torch.randint(64, (2, 17))
         with torch.no_grad():
-            torch.testing.assert_close(
-                model(tokens), reference(tokens).logits, atol=1e-5, rtol=0
-            )
+            torch.testing.assert_close(model(tokens), reference(tokens).logits, atol=1e-5, rtol=0)
 
 
 def _train_and_publish(rank: int, folder: str, rendezvous: str, weights_file: str) -> None:

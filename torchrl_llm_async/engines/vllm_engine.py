@@ -17,7 +17,7 @@ import multiprocessing.util
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +32,7 @@ __all__ = ["VLLMEngine"]
 
 _WORKER_EXTENSION = "torchrl_llm_async.engines.vllm_worker.WeightUpdateExtension"
 _CPU_KV_CACHE_BYTES = 256 << 20
+_CORE_GRACE_S = 2.0  # then it is killed: it has nothing to save
 
 # In force while start() runs, and inherited by the engine core; afterwards this process has its
 # own environment back, rid of what vLLM's CPU platform exports too (LD_PRELOAD among others).
@@ -156,7 +157,12 @@ class VLLMEngine:
         self._dead_because = None
         self._update_lock = asyncio.Lock()
         self._version = 0
-        await self._engine.update_weight_version("0")
+        try:
+            await self._call(self._engine.update_weight_version("0"))
+            await self._call(self._engine.get_supported_tasks())  # cached for all requests
+        except BaseException:
+            await self.shutdown()
+            raise
         # The imported modules are garbage to nobody: scanning them stalls the loop for 0.3 s.
         gc.collect()
         gc.freeze()
@@ -299,38 +305,64 @@ class VLLMEngine:
         Raises:
             WeightUpdateError: if the publication is missing, torn, incomplete, of wrong shapes
                 or not finite. Weights and version stay the former.
-            EngineDeadError: if the engine core dies meanwhile.
+            EngineDeadError: if the engine core dies meanwhile, or fails to apply what it has
+                checked, after which no weights may serve.
         """
-        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
-
         self.check_health()
+        # Shielded: a caller that gives up leaves a whole switch behind, not half of one.
+        await asyncio.shield(self._switch(version, path))
+
+    async def _switch(self, version: int, path: Path) -> None:
         engine = self._engine
         async with self._update_lock:
-            try:
-                refusals = await engine.collective_rpc("stage_weights", args=(version, str(path)))
-                if any(refusals):
-                    raise WeightUpdateError(
-                        f"version {version} refused, version {self._version} keeps serving: "
-                        f"{next(filter(None, refusals))}; publish it again, from the model the "
-                        f"engine was started with ({self.model})"
-                    )
-                await engine.pause_generation(
-                    mode="keep", clear_cache=self.on_update == "recompute"
+            refusals = await self._call(
+                engine.collective_rpc("stage_weights", args=(version, str(path)))
+            )
+            if any(refusals):
+                raise WeightUpdateError(
+                    f"version {version} refused, version {self._version} keeps serving: "
+                    f"{next(filter(None, refusals))}; publish it again, from the model the "
+                    f"engine was started with ({self.model})"
                 )
-                await engine.collective_rpc("apply_staged_weights")
-                await engine.update_weight_version(str(version))
+            try:
+                # Not pause_generation(): it sleeps 20 ms, so that outputs come in an order on
+                # which nothing here depends; the core stamps versions itself.
+                await self._call(
+                    engine.engine_core.pause_scheduler_async(
+                        mode="keep", clear_cache=self.on_update == "recompute"
+                    )
+                )
+                await self._call(engine.collective_rpc("apply_staged_weights"))
+                await self._call(engine.update_weight_version(str(version)))
                 self._version = version
-                await engine.resume_generation()
-            except CoreDeadError as error:
-                raise self._dead() from error
-            except WeightUpdateError:
+                await self._call(engine.resume_generation())
+            except EngineDeadError:
                 raise
-            except BaseException as error:
-                # Interrupted between two of the steps above: what serves is unknown, and
-                # nothing may be sampled from it.
+            except Exception as error:
+                # What serves now is unknown, and nothing may be sampled from it.
                 await self.shutdown()
-                self._dead_because = f"the switch to version {version} broke off ({error!r})"
-                raise
+                self._dead_because = f"the switch to version {version} broke off ({error})"
+                raise self._dead() from error
+
+    async def _call(self, coroutine: Coroutine):
+        """Awaits a call into the core; vLLM 0.32 leaves it pending if the core dies under it."""
+        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
+
+        if self._engine is None:
+            coroutine.close()
+            raise self._dead()
+        call = asyncio.ensure_future(coroutine)
+        try:
+            await asyncio.wait(
+                {call, self._engine.output_handler}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not call.done():
+                raise self._dead()
+            return call.result()
+        except CoreDeadError as error:
+            raise self._dead() from error
+        finally:
+            call.cancel()
 
     def check_health(self) -> None:
         """Raises :class:`EngineDeadError` if the engine is not running."""
@@ -359,7 +391,7 @@ class VLLMEngine:
 
 
 def _end(engine) -> None:
-    engine.shutdown()
+    engine.shutdown(timeout=_CORE_GRACE_S)
     gc.unfreeze()  # frozen objects outlive the interpreter, and extension modules complain of it
 
 

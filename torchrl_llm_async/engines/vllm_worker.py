@@ -72,7 +72,8 @@ class WeightUpdateExtension:
             for file in _safetensors_files(Path(path)):
                 with safe_open(file, framework="pt") as tensors:
                     stamps.add((tensors.metadata() or {}).get("version", str(version)))
-                    staged.update((name, tensors.get_tensor(name)) for name in tensors.keys())
+                    names = tensors.keys()
+                    staged.update((name, tensors.get_tensor(name)) for name in names)
         except (OSError, SafetensorError) as error:
             return f"{path} can't be read ({type(error).__name__}: {error})"
         if stamps - {str(version)}:
@@ -108,8 +109,8 @@ class WeightUpdateExtension:
         shapes = {}
         for file in _safetensors_files(Path(self.model_config.model)):
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                names = tensors.keys()
+                shapes.update((name, tuple(tensors.get_slice(name).get_shape())) for name in names)
         if self.model_config.hf_config.tie_word_embeddings:
             shapes.pop("lm_head.weight", None)
         return shapes

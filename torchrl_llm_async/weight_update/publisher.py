@@ -38,8 +38,8 @@ class WeightPublisher:
             Only renaming families: Llama's converter permutes q and k besides.
 
     Examples:
-        >>> publisher = WeightPublisher(model, WeightStore("/dev/shm/run"), _FROM_HF)  # doctest: +SKIP
-        >>> path = publisher.publish(step + 1)  # on every rank                        # doctest: +SKIP
+        >>> def after_step(model, store, step):  # on every rank  # doctest: +SKIP
+        ...     return WeightPublisher(model, store, _FROM_HF).publish(step + 1)
     """
 
     def __init__(
