@@ -24,6 +24,7 @@ from torchrl.data import LazyStackStorage
 from torchrl.envs.transforms import Transform
 
 from torchrl_llm_async.data import StalenessReplayBuffer, StalenessSampler
+from torchrl_llm_async.objectives import GroupAdvantage
 from torchrl_llm_async.staleness import StalenessController
 
 PATIENCE = 20.0  # seconds after which a test that should have been woken fails
@@ -419,6 +420,14 @@ def test_transform_sees_each_group_whole_and_once():
     assert len(transform.seen) == 4 and transform.given == [4]
 
 
+def test_group_advantage_as_transform():
+    buffer = make_buffer(groups_per_step=1, group_size=4, transform=GroupAdvantage(4))
+    buffer.announce(5, 0)
+    buffer.extend(make_group(5, size=4))
+    batch = buffer.sample(timeout=0)
+    assert batch["advantage"].squeeze(-1).tolist() == [-1.5, -0.5, 0.5, 1.5]
+
+
 @pytest.mark.inv7
 def test_a_failing_transform_leaves_the_group_running():
     def refuse(tensordict):
@@ -695,7 +704,7 @@ class BufferMachine(RuleBasedStateMachine):
 
 TestBufferMachine = pytest.mark.inv1(pytest.mark.inv4(BufferMachine.TestCase))
 TestBufferMachine.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

@@ -155,7 +155,7 @@ class StalenessMachine(RuleBasedStateMachine):
 
 TestStalenessMachine = pytest.mark.inv1(pytest.mark.inv4(StalenessMachine.TestCase))
 TestStalenessMachine.settings = settings(
-    max_examples=250,
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

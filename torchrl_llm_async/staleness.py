@@ -173,20 +173,21 @@ class StalenessController:
             return True
 
     def drop(self, group_id: int, reason: str) -> bool:
-        """Records that the consumer gave a group up, and refunds it.
+        """Records that the consumer gave up a running or accepted group, and refunds it.
 
-        The group may be running or accepted. The refund is counted under ``reason``.
+        The refund is counted under ``reason``. Accepted groups are not told apart: dropping one
+        that was consumed is the caller's error.
 
         Raises:
-            ValueError: the group was never admitted.
+            ValueError: the group is not running, and none is accepted.
         """
         with self._lock:
             if group_id in self._refunded:
                 return False
-            if group_id in self._running or self._accepted == 0:
-                self._leave_running(group_id, "dropped")
-            else:
+            if group_id not in self._running and self._accepted:
                 self._accepted -= 1
+            else:
+                self._leave_running(group_id, "dropped")
             self._refund(group_id, "dropped", reason)
             return True
 
@@ -279,7 +280,8 @@ def select_groups(
     def steps_left(start_version: int) -> int:
         return start_version + max_staleness - step
 
-    # Sorted by deadline, the r-th group needs the r-th place; only deadlines that occur matter.
+    # In order of deadline, the rank of a group is the number of groups due by its deadline (for
+    # the last of those that share it), so one pass checks the rule for every j.
     places = sorted(steps_left(start) for start in (*finished.values(), *running.values()))
     for rank, left in enumerate(places, start=1):
         if rank > (left + 1) * groups_per_step:

@@ -195,7 +195,8 @@ class StalenessReplayBuffer(ReplayBuffer):
         Rows of groups that were dropped in the meantime are discarded and counted.
 
         Args:
-            data: batch size (G * K,), rows of a group adjacent. The rows are kept, not copied.
+            data: batch size (G * K,), rows of a group adjacent. Without a transform the rows
+                are kept, not copied.
 
         Returns:
             The slots of the rows kept, int64 [<= G * K].
