@@ -1,68 +1,20 @@
-"""The replay buffer of whole groups, with the real controller, real threads and ragged rows."""
+"""The replay buffer of whole groups, case by case, on ragged rows and with real threads."""
 
 from __future__ import annotations
 
 import itertools
-import random
-import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from groups import PATIENCE, make_buffer, make_group, names
+from tensordict import lazy_stack
 from torchrl.data import LazyStackStorage
 from torchrl.envs.transforms import Transform
 
-from torchrl_llm_async.data import StalenessReplayBuffer, StalenessSampler
+from torchrl_llm_async.data import StalenessSampler
 from torchrl_llm_async.objectives import GroupAdvantage
-from torchrl_llm_async.staleness import StalenessController
-
-PATIENCE = 20.0  # seconds after which a test that should have been woken fails
-
-
-def make_group(group_id, start=0, size=2, versions=None):
-    """A group; row i has a prompt token and i + 1 sampled ones, or those of ``versions[i]``."""
-    rows = []
-    for index in range(size):
-        sampled = [start] * (index + 1) if versions is None else versions[index]
-        rows.append(
-            TensorDict(
-                {
-                    "group": {
-                        "id": torch.tensor(group_id),
-                        "index": torch.tensor(index),
-                        "start_version": torch.tensor(start),
-                    },
-                    "policy_version": {"full": torch.tensor([-1, *sampled])},
-                    "next": {"reward": torch.tensor([float(group_id + index)])},
-                    "text": {"response": NonTensorData(f"{group_id}/{index}")},
-                }
-            )
-        )
-    return lazy_stack(rows)
-
-
-def make_buffer(groups_per_step=2, max_staleness=1, group_size=2, **kwargs):
-    return StalenessReplayBuffer(
-        groups_per_step=groups_per_step,
-        max_staleness=max_staleness,
-        group_size=group_size,
-        **kwargs,
-    )
-
-
-def names(batch):
-    return list(batch["text", "response"])
 
 
 @pytest.fixture
@@ -87,19 +39,6 @@ def test_batch_is_ordered_and_ragged():
         ("policy_version", "full"), as_padded_tensor=True, padding_side="left", padding_value=-1
     )
     assert padded.tolist() == [[-1, -1, 0], [-1, 0, 0], [-1, -1, 0], [-1, 0, 0]]
-
-
-def test_start_version_comes_before_id():
-    buffer = make_buffer(groups_per_step=1, max_staleness=2, group_size=1)
-    buffer.announce(4, 0)
-    buffer.announce(5, 0)
-    buffer.extend(make_group(4, size=1))
-    buffer.sample(timeout=0)
-    buffer.announce(9, 1)
-    buffer.extend(make_group(9, start=1, size=1))
-    buffer.extend(make_group(5, size=1))
-    assert names(buffer.sample(timeout=0)) == ["5/0"]
-    assert names(buffer.sample(timeout=0)) == ["9/0"]
 
 
 @pytest.mark.inv4
@@ -220,17 +159,6 @@ def test_drop_consumes_first_and_discards_late_rows():
     assert stats["groups_running"] == stats["groups_ready"] == stats["size"] == 0
     with pytest.raises(ValueError, match="not running"):
         buffer.extend(make_group(0))
-
-
-@pytest.mark.inv1
-def test_drop_trains_on_a_late_group_that_came_in_time():
-    dropped = []
-    buffer = make_buffer(
-        groups_per_step=1, max_staleness=0, on_stale="drop", on_drop=lambda *args: dropped.append(1)
-    )
-    buffer.announce(0, 0)
-    buffer.extend(make_group(0))
-    assert names(buffer.sample(timeout=0))[0] == "0/0" and not dropped
 
 
 def test_a_dropped_group_may_be_retracted():
@@ -564,221 +492,3 @@ def test_empty_forgets_everything():
         buffer.empty()
         assert len(buffer) == buffer.consumer_version == buffer.stats()["groups_running"] == 0
     assert "consumer_version=0" in repr(buffer)
-
-
-# ------------------------------------------------------------------ the whole, under any schedule
-class BufferMachine(RuleBasedStateMachine):
-    """Controller and buffer together; a message about a group may be under way between them."""
-
-    @initialize(
-        groups_per_step=st.integers(1, 2),
-        max_staleness=st.integers(0, 2),
-        group_size=st.integers(1, 2),
-        drop=st.booleans(),
-    )
-    def start(self, groups_per_step, max_staleness, group_size, drop):
-        self.total_steps = 5
-        bounds = dict(groups_per_step=groups_per_step, max_staleness=max_staleness)
-        self.controller = StalenessController(**bounds, total_steps=self.total_steps)
-        self.buffer = make_buffer(
-            **bounds,
-            group_size=group_size,
-            on_stale="drop" if drop else "wait",
-            on_drop=self.on_drop if drop else None,
-        )
-        self.running, self.sent, self.dropped = {}, [], set()
-        self.next_id, self.consumed, self.delivered = 0, [], 0
-
-    def on_drop(self, group_id, reason):
-        assert self.controller.drop(group_id, reason)
-        self.dropped.add(group_id)
-
-    @precondition(lambda self: self.controller.capacity() > 0)
-    @rule(count=st.integers(1, 4))
-    def admit(self, count):
-        for _ in range(min(count, self.controller.capacity())):
-            start = self.controller.admit(self.next_id)
-            self.buffer.announce(self.next_id, start)
-            self.running[self.next_id] = start
-            self.next_id += 1
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def finish(self, data):
-        group_id = data.draw(st.sampled_from(sorted(self.running)))
-        if self.controller.finish(group_id):
-            assert group_id not in self.dropped
-        self.sent.append((group_id, self.running.pop(group_id)))
-
-    @precondition(lambda self: self.sent)
-    @rule(data=st.data())
-    def deliver(self, data):
-        group_id, start = self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
-        size = self.buffer.group_size
-        newest = self.controller.served_version
-        versions = [
-            sorted(data.draw(st.lists(st.integers(start, newest), min_size=1, max_size=3)))
-            for _ in range(size)
-        ]
-        slots = self.buffer.extend(make_group(group_id, start, size, versions))
-        assert len(slots) == (0 if group_id in self.dropped else size)
-        self.delivered += len(slots)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def reject(self, data):
-        group_id = data.draw(st.sampled_from(sorted(self.running)))
-        del self.running[group_id]
-        assert self.controller.reject(group_id, "crash") == (group_id not in self.dropped)
-        self.buffer.retract(group_id, "crash")
-
-    @precondition(lambda self: self.buffer.consumer_version < self.total_steps)
-    @rule()
-    def train(self):
-        step = self.buffer.consumer_version
-        try:
-            batch = self.buffer.sample(timeout=0)
-        except TimeoutError:
-            assert self.buffer.consumer_version == step
-            return
-        assert len(batch) == self.buffer.batch_size
-        for row in batch.unbind(0):
-            versions = row["policy_version", "full"]
-            lag = step - versions[versions >= 0]
-            assert lag.min() >= 0 and lag.max() <= self.controller.max_staleness
-        order = [
-            tuple(int(row["group", key]) for key in ("start_version", "id", "index"))
-            for row in batch.unbind(0)
-        ]
-        assert order == sorted(order)
-        self.consumed += [group_id for _, group_id, index in order if index == 0]
-        assert len(order) == len(set(order))
-
-    @rule()
-    def publish(self):
-        self.controller.serve(self.buffer.consumer_version)
-
-    @invariant()
-    def adds_up(self):
-        if not hasattr(self, "buffer"):
-            return
-        stats, ledger = self.buffer.stats(), self.controller.ledger()
-        assert len(self.consumed) == len(set(self.consumed)) == stats["groups_consumed"]
-        assert not self.dropped & set(self.consumed)
-        assert ledger["submitted"] == self.next_id
-        assert ledger["dropped"] == stats["groups_dropped"] == len(self.dropped)
-        assert ledger["submitted"] == (
-            stats["groups_running"]
-            + stats["groups_ready"]
-            + stats["groups_consumed"]
-            + stats["groups_dropped"]
-            + stats["groups_retracted"]
-        )
-        size = self.buffer.group_size
-        assert stats["size"] == len(self.buffer) == stats["groups_ready"] * size
-        assert self.delivered == (stats["groups_ready"] + stats["groups_consumed"]) * size
-        assert len(self.buffer.storage) <= self.buffer.storage.max_size
-
-    def teardown(self):
-        if not hasattr(self, "buffer"):
-            return
-        while self.buffer.consumer_version < self.total_steps:
-            self.publish()
-            while self.controller.capacity():
-                self.admit(1)
-            step = self.buffer.consumer_version
-            self.train()
-            if self.buffer.consumer_version > step:
-                continue
-            if not self.sent:
-                assert self.running, f"deadlock at step {step}"
-                group_id = min(self.running)
-                self.controller.finish(group_id)
-                self.sent.append((group_id, self.running.pop(group_id)))
-            group_id, start = self.sent.pop(0)
-            rows = make_group(group_id, start, self.buffer.group_size)
-            self.delivered += len(self.buffer.extend(rows))
-        self.adds_up()
-        assert len(self.consumed) == self.total_steps * self.controller.groups_per_step
-
-
-TestBufferMachine = pytest.mark.inv1(pytest.mark.inv4(BufferMachine.TestCase))
-TestBufferMachine.settings = settings(
-    max_examples=40,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-
-
-@pytest.mark.inv1
-@pytest.mark.inv4
-@pytest.mark.inv5
-@pytest.mark.parametrize("on_stale", ["wait", "drop"])
-def test_real_threads(on_stale, threads):
-    """Four producers end groups in any order while a trainer consumes and publishes."""
-    steps, bounds = 30, dict(groups_per_step=4, max_staleness=2)
-    controller = StalenessController(**bounds, total_steps=steps)
-    room = threading.Condition()
-    rng = random.Random(0)
-    held, ids = [], itertools.count()
-
-    def on_drop(group_id, reason):
-        controller.drop(group_id, reason)
-        with room:
-            room.notify_all()
-
-    buffer = make_buffer(
-        **bounds, on_stale=on_stale, on_drop=on_drop if on_stale == "drop" else None
-    )
-
-    def produce():
-        """Admits what the bound allows, then ends groups at random; the rest straggle."""
-        try:
-            while True:
-                with room:
-                    assert room.wait_for(
-                        lambda: controller.capacity() or held or done.is_set(), PATIENCE
-                    )
-                    if done.is_set():
-                        return
-                    while controller.capacity():
-                        group_id = next(ids)
-                        held.append((group_id, controller.admit(group_id)))
-                        buffer.announce(*held[-1])
-                    if not held:
-                        continue
-                    group_id, start = held.pop(rng.randrange(len(held)))
-                if rng.random() < 0.1:
-                    buffer.retract(group_id, "crash")
-                    controller.reject(group_id, "crash")
-                    with room:
-                        room.notify_all()
-                else:
-                    controller.finish(group_id)
-                    buffer.extend(make_group(group_id, start))
-        except BaseException as error:
-            buffer.fail(error)
-            raise
-
-    done = threading.Event()
-    producers = [threads.submit(produce) for _ in range(4)]
-    consumed = []
-    for step in range(steps):
-        batch = buffer.sample(timeout=PATIENCE)
-        assert int((step - batch["group", "start_version"]).max()) <= 2
-        consumed += batch["group", "id"][::2].tolist()
-        with room:
-            controller.serve(step + 1)
-            if step + 1 == steps:
-                done.set()
-            room.notify_all()
-    for producer in producers:
-        producer.result(PATIENCE)
-    assert len(consumed) == len(set(consumed)) == steps * 4
-    assert controller.ledger()["rejected"] > 0
-    ledger, stats = controller.ledger(), buffer.stats()
-    assert ledger["accepted"] == steps * 4 and ledger["running"] == 0
-    refunded = ledger["rejected"] + ledger["dropped"]
-    assert refunded == stats["groups_retracted"] + stats["groups_dropped"]
