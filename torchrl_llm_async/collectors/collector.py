@@ -181,7 +181,7 @@ class AsyncLLMCollector(BaseCollector):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Ends the host: asked first, killed after ``timeout`` seconds (default 5). Idempotent."""
+        """Ends the host: asked first, killed after ``timeout`` seconds (default 8). Idempotent."""
         del close_env, raise_on_error
         if self._host is None or self._stopping:
             return
@@ -190,7 +190,7 @@ class AsyncLLMCollector(BaseCollector):
             self._connection.send(("stop",))
         except (BrokenPipeError, OSError):
             torchrl_logger.debug("the collector's host had ended before it was told to")
-        self._host.join(5.0 if timeout is None else timeout)
+        self._host.join(8.0 if timeout is None else timeout)
         if self._host_kind == "process" and self._host.is_alive():
             self._host.kill()
             self._host.join()

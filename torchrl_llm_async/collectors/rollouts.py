@@ -124,7 +124,7 @@ class Rollouts:
         # Problems are drawn on a thread of their own, so that their order never depends on steps.
         self._prompt_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._step_threads = ThreadPoolExecutor(config.env_workers, thread_name_prefix="env-step")
-        self._thread_env = threading.local()
+        self._thread_envs = threading.local()
         self._prompt_env: EnvBase | None = None
         self._eval_observations: list[TensorDictBase] | None = None
         self._dump: TextIO | None = None
@@ -194,6 +194,7 @@ class Rollouts:
                 tasks.create_task(
                     self._trajectory(
                         observation.clone(),
+                        self.config.make_env,
                         request=f"{group_id}-{index}",
                         sampling=self.config.sampling,
                         group_id=group_id,
@@ -216,6 +217,7 @@ class Rollouts:
     async def _trajectory(
         self,
         observation: TensorDictBase,
+        make_env: Callable[[], EnvBase],
         *,
         request: str,
         sampling: SamplingConfig,
@@ -223,7 +225,7 @@ class Rollouts:
         index: int,
         start_version: int,
     ) -> Trajectory:
-        """One conversation, turn by turn, until the environment or a limit ends it."""
+        """One conversation, turn by turn, until its environment or a limit ends it."""
         conversation = Conversation(self.tokenizer, observation)
         size = conversation.prompt_length
         sampled, log_probs, versions = [False] * size, [0.0] * size, [-1] * size
@@ -239,7 +241,7 @@ class Rollouts:
             log_probs += generation.log_probs
             versions += generation.versions
             action = conversation.respond(generation.token_ids)
-            after = await self._step(action)
+            after = await self._step(make_env, action)
             reward += float(after["reward"].sum())
             terminated = _flag(after, "terminated")
             truncated = generation.finish_reason == "length" or _flag(after, "truncated")
@@ -269,10 +271,12 @@ class Rollouts:
             extras=_extras(after),
         )
 
-    async def _step(self, action: TensorDictBase) -> TensorDictBase:
+    async def _step(
+        self, make_env: Callable[[], EnvBase], action: TensorDictBase
+    ) -> TensorDictBase:
         """One environment step off the loop; a step that fails or hangs is an error, not reward 0."""
         future = asyncio.get_running_loop().run_in_executor(
-            self._step_threads, self._step_in_thread, action
+            self._step_threads, self._step_in_thread, make_env, action
         )
         try:
             return await asyncio.wait_for(future, self.config.step_timeout)
@@ -282,11 +286,14 @@ class Rollouts:
                 "tools run there); make it faster or raise collector.step_timeout"
             ) from None
 
-    def _step_in_thread(self, action: TensorDictBase) -> TensorDictBase:
-        env = getattr(self._thread_env, "env", None)
-        if env is None:
-            env = self._thread_env.env = self.config.make_env()
-        return env.step(action)["next"]
+    def _step_in_thread(
+        self, make_env: Callable[[], EnvBase], action: TensorDictBase
+    ) -> TensorDictBase:
+        """Each thread has an instance of each environment: they need not be thread-safe."""
+        envs = self._thread_envs.__dict__
+        if make_env not in envs:
+            envs[make_env] = make_env()
+        return envs[make_env].step(action)["next"]
 
     # ------------------------------------------------------------------ commands
     async def update_weights(self, version: int, path: Path) -> None:
@@ -318,6 +325,7 @@ class Rollouts:
                 tasks.create_task(
                     self._trajectory(
                         observation.clone(),
+                        self.config.make_eval_env,
                         request=f"eval-{version}-{index}",
                         sampling=greedy,
                         group_id=index,

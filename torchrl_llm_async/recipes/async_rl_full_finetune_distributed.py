@@ -12,6 +12,7 @@ the collector, which generates in a process of its own, with vLLM in another; al
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import sys
 import tempfile
@@ -314,7 +315,7 @@ def recipe_main(cfg: DictConfig) -> int:
     try:
         cfg = load_config(cfg)
     except ConfigError as error:
-        if utils.get_world_size_and_rank()[1] == 0:
+        if int(os.environ.get("RANK", 0)) == 0:
             print(f"config error: {error}", file=sys.stderr)
         return 1
     dist.init_process_group(training.get_distributed_backend(cfg.device))

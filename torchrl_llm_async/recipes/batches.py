@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_llm_async.data import StalenessReplayBuffer
-from torchrl_llm_async.packing import pad_rows, plan_micro_batches
+from torchrl_llm_async.packing import blank_rows, pad_rows, plan_micro_batches
 
 _ROWS_PER_UNIT = {"sequence": 1, "pair": 2}
 
@@ -114,7 +114,9 @@ class BatchFeed:
             denominator = float(self._loss.denominator(chosen))
             for share, micro_rows in zip(shares, plan, strict=True):
                 micro_batches = [
-                    pad_rows([chosen[index] for index in indices], self._pad_id)
+                    pad_rows(chosen[indices], self._pad_id)
+                    if indices
+                    else blank_rows(chosen, self._pad_id)
                     for indices in micro_rows
                 ]
                 share.minibatches.append(Minibatch(micro_batches, denominator))

@@ -96,7 +96,6 @@ def load_config(cfg: DictConfig) -> DictConfig:
         ConfigError: naming the key, the value and what would be right.
     """
     cfg = _check_schema(cfg)
-    cfg.model_dir = str(_find_model_dir(cfg.model_dir))
     for key, node in cfg.items():
         if OmegaConf.is_dict(node) and "_component_" in node:
             _check_component(key, node)
@@ -115,6 +114,8 @@ def _check_schema(cfg: DictConfig) -> DictConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RecipeConfig), cfg)
         missing = OmegaConf.missing_keys(merged)
+        if "model_dir" not in missing:
+            merged.model_dir = str(_find_model_dir(merged.model_dir))
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)

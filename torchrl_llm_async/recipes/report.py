@@ -54,6 +54,7 @@ class CheckpointKeeper:
     """
 
     def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.best: tuple[float, int] | None = None
 
