@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from torchrl.envs.llm import ChatEnv
 from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +25,6 @@ def tokenizer():
     # "12" is one token, so that encoding decoded text again would not give the same tokens.
     vocabulary = {character: index for index, character in enumerate([*characters, "12"])}
     core = Tokenizer(models.BPE(vocabulary, [("1", "2")]))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens(["<pad>", "<eos>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")

@@ -204,15 +204,18 @@ class AsyncLLMCollector(BaseCollector):
             raise RuntimeError("groups go to the replay buffer; sample it instead of iterating")
         if self._host is None:
             self.start()
-        total = self._config.total_steps
-        remaining = None if total is None else total * self._config.groups_per_step
-        while remaining is None or remaining > 0:
+        endless = self._config.total_steps is None
+        for _ in itertools.count() if endless else range(len(self)):
             group = self._groups.get()
             if isinstance(group, BaseException):
                 raise group
             yield group
-            if remaining is not None:
-                remaining -= 1
+
+    def __len__(self) -> int:
+        """Groups of the whole run; a TypeError if it is endless."""
+        if self._config.total_steps is None:
+            raise TypeError("a collector without total_steps is endless and has no length")
+        return self._config.total_steps * self._config.groups_per_step
 
     def _receive(self) -> None:
         """Hands on what the host sends; ends with the host."""

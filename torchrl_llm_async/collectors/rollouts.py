@@ -86,6 +86,11 @@ class Evaluation:
         return float(np.mean(np.asarray(self.rewards) >= 1.0))
 
 
+class _ThreadEnvs(threading.local):
+    def __init__(self):
+        self.by_maker: dict[Callable[[], EnvBase], EnvBase] = {}
+
+
 class Rollouts:
     """Runs on one asyncio loop, in whichever thread or process hosts it.
 
@@ -124,7 +129,7 @@ class Rollouts:
         # Problems are drawn on a thread of their own, so that their order never depends on steps.
         self._prompt_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._step_threads = ThreadPoolExecutor(config.env_workers, thread_name_prefix="env-step")
-        self._thread_envs = threading.local()
+        self._thread_envs = _ThreadEnvs()
         self._prompt_env: EnvBase | None = None
         self._eval_observations: list[TensorDictBase] | None = None
         self._dump: TextIO | None = None
@@ -290,7 +295,7 @@ class Rollouts:
         self, make_env: Callable[[], EnvBase], action: TensorDictBase
     ) -> TensorDictBase:
         """Each thread has an instance of each environment: they need not be thread-safe."""
-        envs = self._thread_envs.__dict__
+        envs = self._thread_envs.by_maker
         if make_env not in envs:
             envs[make_env] = make_env()
         return envs[make_env].step(action)["next"]
