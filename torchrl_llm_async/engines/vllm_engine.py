@@ -21,6 +21,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.engines.base import (
     EngineDeadError,
     Generation,
@@ -202,6 +203,9 @@ class VLLMEngine:
         if fork:
             # Here, because create_engine_config() exports "spawn": 8 s of imports saved.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            # At once; a spawned core is bound only when it imports the worker extension, and if
+            # its client is killed in these first seconds, waits 5 minutes for it before it ends.
+            multiprocessing.util.register_after_fork(self, lambda _: die_with_parent())
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
     async def generate(

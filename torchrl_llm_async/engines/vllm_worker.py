@@ -9,7 +9,6 @@ affair (:mod:`torchrl_llm_async.engines.vllm_engine`).
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -20,29 +19,17 @@ from safetensors import SafetensorError, safe_open
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def _die_with_parent() -> None:
-    """Makes this engine core end with its client, and only with it.
-
-    vLLM 0.32 leaves the core running for ever once its client is killed. The kernel's
-    parent-death signal is bound to the *thread* that started this process, which is why the
-    client builds the engine in its event loop's thread. An interrupt typed at the terminal
-    reaches the whole process group; the client alone decides what it means.
-    """
-    parent = multiprocessing.parent_process()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # gone before the line above took effect
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A forked core inherits the client's asyncio wake-up socket: a SIGTERM meant for the core
-    # would be reported to the client's loop as its own.
-    signal.set_wakeup_fd(-1)
-
+from torchrl_llm_async._lifetime import die_with_parent
 
 if multiprocessing.current_process().name.startswith("EngineCore"):
-    _die_with_parent()
+    # vLLM 0.32 leaves the core running for ever once its client is killed.
+    die_with_parent()
+    # An interrupt typed at the terminal reaches the whole process group; what it means is for the
+    # client to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A forked core inherits the wake-up socket of the client's loop, which would take a SIGTERM
+    # meant for the core as its own.
+    signal.set_wakeup_fd(-1)
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         # Read from the environment at import only, and a forked core imported it long ago.
         import torch._dynamo.config
