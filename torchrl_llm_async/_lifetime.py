@@ -8,19 +8,18 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that spawned it ends (Linux).
+    """Has the kernel kill this process when the thread that started it ends, however it ends.
 
-    Called first thing in a process started by :mod:`multiprocessing`; ends at once if the parent is
-    already gone. Elsewhere than on Linux it does nothing, and the end of the pipe is what a child
-    notices.
+    Linux only; elsewhere it does nothing, and the end of its pipe is what a child notices. Ends at
+    once if the parent, where :mod:`multiprocessing` names one, is gone already.
     """
-    parent = multiprocessing.parent_process()
-    if not sys.platform.startswith("linux") or parent is None:
+    if not sys.platform.startswith("linux"):
         return
+    parent = multiprocessing.parent_process()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:
+    if parent is not None and os.getppid() != parent.pid:
         os._exit(1)

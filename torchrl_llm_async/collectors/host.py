@@ -33,6 +33,8 @@ def run_in_process(connection: Connection, config: RolloutConfig, engine: Genera
     # Ctrl-C reaches the whole process group; the trainer decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run(connection, config, engine)
+    # All is sent and closed; tearing down an interpreter that holds vLLM takes seconds.
+    os._exit(0)
 
 
 def run(connection: Connection, config: RolloutConfig, engine: GenerationEngine) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -26,16 +27,16 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtune import config, training, utils
-from torchtune.models.qwen2._convert_weights import _FROM_HF
 from torchtune.recipe_interfaces import FTRecipeInterface
 
+from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.collectors import AsyncLLMCollector, Evaluation
 from torchrl_llm_async.data import StalenessReplayBuffer
-from torchrl_llm_async.engines import SamplingConfig
 from torchrl_llm_async.modules import TorchtuneActor
 from torchrl_llm_async.objectives import LossOutput
 from torchrl_llm_async.recipes.batches import BatchFeed, Minibatch, StepBatch
-from torchrl_llm_async.recipes.config import ConfigError, load_config
+from torchrl_llm_async.recipes.collection import make_collector
+from torchrl_llm_async.recipes.config import HF_KEY_MAPS, ConfigError, load_config
 from torchrl_llm_async.recipes.report import CheckpointKeeper, Report, finished
 from torchrl_llm_async.weight_update import WeightPublisher, WeightStore
 
@@ -66,7 +67,6 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
     def setup(self) -> None:
         """Builds everything; the engine starts while the model loads."""
         cfg = self._cfg
-        self._tokenizer = config.instantiate(cfg.tokenizer)
         if self._is_rank_zero:
             self._output_dir.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(cfg, self._output_dir / "config.yaml")
@@ -90,14 +90,16 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         if self._loss.needs_reference:
             reference = self._setup_model(weights).requires_grad_(False)
             self._loss.reference_network = actor(reference)
-        self._publisher = WeightPublisher(self._model, self._store, _FROM_HF)
+        self._publisher = WeightPublisher(
+            self._model, self._store, HF_KEY_MAPS[cfg.checkpointer.model_type]
+        )
         self._feed = BatchFeed(
             self._buffer,
             self._loss,
             minibatches=cfg.minibatches_per_step,
             micro_batch_tokens=cfg.micro_batch_tokens,
             group_size=cfg.group_size,
-            pad_id=self._tokenizer.pad_id,
+            pad_id=config.instantiate(cfg.tokenizer).pad_id,
             group=dist.new_group(backend="gloo"),
         )
         if self._is_rank_zero:
@@ -113,24 +115,11 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             group_size=cfg.group_size,
             transform=config.instantiate(cfg.advantage),
         )
-        self._collector = AsyncLLMCollector(
-            functools.partial(config.instantiate, cfg.env),
-            config.instantiate(cfg.engine),
-            tokenizer=cfg.model_dir,
-            sampling=SamplingConfig(
-                **{"stop_token_ids": tuple(self._tokenizer.stop_tokens), **cfg.sampling}
-            ),
-            group_size=cfg.group_size,
-            groups_per_step=cfg.groups_per_step,
-            max_staleness=cfg.max_staleness,
+        self._collector = make_collector(
+            cfg,
+            output_dir=self._output_dir,
             total_steps=cfg.total_steps,
             replay_buffer=self._buffer,
-            seed=cfg.seed,
-            create_eval_env_fn=functools.partial(config.instantiate, cfg.eval_env),
-            eval_problems=cfg.eval_problems,
-            log_path=self._output_dir / "collector.log",
-            dump_path=self._output_dir / "samples.jsonl" if cfg.dump_samples else None,
-            **cfg.collector,
         )
         self._collector.start()
         shared_memory = Path("/dev/shm")
@@ -318,11 +307,18 @@ def recipe_main(cfg: DictConfig) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"config error: {error}", file=sys.stderr)
         return 1
+    die_with_parent()  # torchrun's agent, which could be killed without a chance to end us
     dist.init_process_group(training.get_distributed_backend(cfg.device))
+    if dist.get_rank() > 0:
+        # Rank 0 has all there is to clean up; the others may be deep in a collective.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     recipe = AsyncRLFullFinetuneRecipe(cfg)
     try:
         recipe.setup()
         recipe.train()
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; what was written so far is in {cfg.output_dir}", file=sys.stderr)
+        return 130
     finally:
         recipe.cleanup()
     return 0

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune import config as tune_config
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
+from torchtune.models.qwen2._convert_weights import _FROM_HF as _QWEN2_FROM_HF
 
 from torchrl_llm_async.collectors.conversation import Conversation
 
@@ -38,6 +39,10 @@ _HF_NAMES = {
     "norm_eps": "rms_norm_eps",
     "tie_word_embeddings": "tie_word_embeddings",
 }
+
+
+# Families whose conversion to Hugging Face is renaming alone, by torchtune's model_type.
+HF_KEY_MAPS = {"QWEN2": _QWEN2_FROM_HF}
 
 
 class ConfigError(ValueError):
@@ -221,6 +226,12 @@ def _check_counts(cfg: DictConfig) -> None:
 
 def _check_model(cfg: DictConfig) -> dict[str, Any]:
     folder = Path(cfg.model_dir)
+    model_type = cfg.checkpointer.get("model_type")
+    if model_type not in HF_KEY_MAPS:
+        raise ConfigError(
+            f"checkpointer.model_type is {model_type!r}; weights can be published to the engine "
+            f"for {', '.join(HF_KEY_MAPS)} (which serves Qwen2 and Qwen2.5)"
+        )
     for name in cfg.checkpointer.get("checkpoint_files", []):
         if not (folder / name).is_file():
             raise ConfigError(

@@ -1,0 +1,41 @@
+"""Builds a recipe's collector from its config; what training and evaluation share."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from omegaconf import DictConfig
+from torchtune import config
+
+from torchrl_llm_async.collectors import AsyncLLMCollector
+from torchrl_llm_async.data import StalenessReplayBuffer
+from torchrl_llm_async.engines import SamplingConfig
+
+
+def make_collector(
+    cfg: DictConfig,
+    *,
+    output_dir: Path,
+    total_steps: int,
+    replay_buffer: StalenessReplayBuffer | None = None,
+) -> AsyncLLMCollector:
+    """A collector that has not started; it prints to ``collector.log`` in ``output_dir``."""
+    stop_tokens = tuple(config.instantiate(cfg.tokenizer).stop_tokens)
+    return AsyncLLMCollector(
+        functools.partial(config.instantiate, cfg.env),
+        config.instantiate(cfg.engine),
+        tokenizer=cfg.model_dir,
+        sampling=SamplingConfig(**{"stop_token_ids": stop_tokens, **cfg.sampling}),
+        group_size=cfg.group_size,
+        groups_per_step=cfg.groups_per_step,
+        max_staleness=cfg.max_staleness,
+        total_steps=total_steps,
+        replay_buffer=replay_buffer,
+        seed=cfg.seed,
+        create_eval_env_fn=functools.partial(config.instantiate, cfg.eval_env),
+        eval_problems=cfg.eval_problems,
+        dump_path=output_dir / "samples.jsonl" if cfg.dump_samples else None,
+        log_path=output_dir / "collector.log",
+        **cfg.collector,
+    )
