@@ -36,9 +36,7 @@ def test_plan(lengths, world_size, unit, slack):
             assert batch[start] % unit == 0
             assert batch[start : start + unit] == list(range(batch[start], batch[start] + unit))
     loads = [sum(lengths[row] for batch in batches for row in batch) for batches in plan]
-    heaviest = max(
-        (sum(lengths[i : i + unit]) for i in range(0, len(lengths), unit)), default=0
-    )
+    heaviest = max((sum(lengths[i : i + unit]) for i in range(0, len(lengths), unit)), default=0)
     assert max(loads) - min(loads) <= heaviest
     # Empty micro-batches only where a rank has fewer units than the others need passes.
     for batches in plan:

@@ -86,8 +86,7 @@ def plan_micro_batches(
             half = (len(largest) + 1) // 2
             batches[position : position + 1] = [largest[:half], largest[half:]]
     return [
-        [[row for index in batch for row in units[index]] for batch in batches]
-        for batches in plan
+        [[row for index in batch for row in units[index]] for batch in batches] for batches in plan
     ]
 
 
@@ -125,7 +124,7 @@ def pad_rows(
     lengths = [len(row.get(tokens_key)) for row in singles]
     out = TensorDict(batch_size=[len(singles)], device=rows.device)
     for key in singles[0].keys(include_nested=True, leaves_only=True):
-        if key != tokens_key and key[:-1] == tokens_key[:-1] and isinstance(key, tuple):
+        if isinstance(key, tuple) and key != tokens_key and key[:-1] == tokens_key[:-1]:
             continue
         values = [row.get(key, None) for row in singles]
         if not all(isinstance(value, Tensor) for value in values):
@@ -134,9 +133,7 @@ def pad_rows(
             fill = pad_id if key == tokens_key else _fill_value(values[0].dtype)
             out.set(
                 key,
-                pad_sequence(
-                    values, batch_first=True, padding_value=fill, padding_side="left"
-                ),
+                pad_sequence(values, batch_first=True, padding_value=fill, padding_side="left"),
             )
         elif len({value.shape for value in values}) == 1:
             out.set(key, torch.stack(values))

@@ -70,12 +70,8 @@ class GroupAdvantage(Transform):
                 "trajectories per prompt."
             )
         if estimator not in ("mean", "leave_one_out"):
-            raise ValueError(
-                f"estimator={estimator!r} is not one of 'mean', 'leave_one_out'."
-            )
-        super().__init__(
-            in_keys=[reward_key, group_key, index_key], out_keys=[advantage_key]
-        )
+            raise ValueError(f"estimator={estimator!r} is not one of 'mean', 'leave_one_out'.")
+        super().__init__(in_keys=[reward_key, group_key, index_key], out_keys=[advantage_key])
         self.group_size = group_size
         self.estimator = estimator
         self.divide_by_std = divide_by_std

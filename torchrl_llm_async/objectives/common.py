@@ -29,9 +29,7 @@ class LossOutput(TensorClass["nocast"]):
     def total(self) -> Tensor:
         """Sum of the ``loss_*`` entries, the scalar to call ``backward`` on."""
         return sum(
-            value
-            for name, value in self.items()
-            if name.startswith("loss_") and value is not None
+            value for name, value in self.items() if name.startswith("loss_") and value is not None
         )
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -65,7 +63,7 @@ class AsyncLLMLoss(LossModule):
 
     Args:
         actor_network (TensorDictModuleBase): the policy being trained. It offers
-            ``log_probs(micro, *, mask, with_entropy) -> (log_probs, entropy)``, as
+            ``log_probs(micro, *, mask, entropy) -> (log_probs, entropy or None)``, as
             :class:`~torchrl_llm_async.modules.TorchtuneActor` does.
         reference_network (TensorDictModuleBase, optional): a frozen policy of the same
             interface. Its log-probs are computed, without gradient, where the
@@ -119,9 +117,7 @@ class AsyncLLMLoss(LossModule):
         """Whether the loss reads the reference's log-probs."""
         return False
 
-    def select(
-        self, batch: TensorDictBase, *, target_version: int | None = None
-    ) -> TensorDictBase:
+    def select(self, batch: TensorDictBase, *, target_version: int | None = None) -> TensorDictBase:
         """The rows to train on, with whatever else ``forward`` needs of the whole batch.
 
         Args:
@@ -165,9 +161,7 @@ class AsyncLLMLoss(LossModule):
         key = getattr(self.tensor_keys, name)
         if fill is None:
             return rows.get(key, None)
-        return rows.get(
-            key, None, as_padded_tensor=True, padding_side="left", padding_value=fill
-        )
+        return rows.get(key, None, as_padded_tensor=True, padding_side="left", padding_value=fill)
 
     def _read(
         self, rows: TensorDictBase, name: str, fill: float | int | bool | None = None

@@ -196,8 +196,7 @@ class OnlineDPOLoss(AsyncLLMLoss):
             f"label_smoothing={label_smoothing} must lie in [0, 0.5).",
         )
         require(
-            max_pairs_per_group is None
-            or (pairing == "all" and max_pairs_per_group >= 1),
+            max_pairs_per_group is None or (pairing == "all" and max_pairs_per_group >= 1),
             f"max_pairs_per_group={max_pairs_per_group} with pairing={pairing!r}: it must be "
             "at least 1, and limits pairing='all' only.",
         )
@@ -215,9 +214,7 @@ class OnlineDPOLoss(AsyncLLMLoss):
         """Always."""
         return True
 
-    def select(
-        self, batch: TensorDictBase, *, target_version: int | None = None
-    ) -> TensorDictBase:
+    def select(self, batch: TensorDictBase, *, target_version: int | None = None) -> TensorDictBase:
         """Chosen and rejected rows, those of a pair adjacent, the chosen one first.
 
         Args:
@@ -264,9 +261,7 @@ class OnlineDPOLoss(AsyncLLMLoss):
         mask = self._read(rows, "assistant_mask", False)
         return self._valid_pairs(mask).sum()
 
-    def forward(
-        self, micro: TensorDictBase, *, normalizer: Tensor | float
-    ) -> OnlineDPOLossOutput:
+    def forward(self, micro: TensorDictBase, *, normalizer: Tensor | float) -> OnlineDPOLossOutput:
         """See :meth:`~.common.AsyncLLMLoss.forward`; rows 2 i and 2 i + 1 are a pair."""
         mask = self._read(micro, "assistant_mask", False)
         require(

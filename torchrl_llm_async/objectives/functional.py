@@ -258,9 +258,7 @@ def clipped_surrogate(
     clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
-        loss = torch.where(
-            advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss
-        )
+        loss = torch.where(advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss)
     ratio = ratio.detach()
     return Surrogate(
         loss=loss,

@@ -188,12 +188,10 @@ class DecoupledPPOLoss(AsyncLLMLoss):
                 f"{name}={value!r} is not one of {get_args(accepted)}.",
             )
         low, high = (
-            (clip_epsilon, clip_epsilon)
-            if isinstance(clip_epsilon, (int, float))
-            else clip_epsilon
+            (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, (int, float)) else clip_epsilon
         )
         require(
-            0 < low < 1 and 0 < high,
+            0 < low < 1 and high > 0,
             f"clip_epsilon={clip_epsilon} must lie in (0, 1) below and above 0 above, e.g. "
             "0.2 or [0.2, 0.28].",
         )
@@ -233,9 +231,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         """Only for the KL penalty."""
         return bool(self.kl_to_ref_coeff)
 
-    def select(
-        self, batch: TensorDictBase, *, target_version: int | None = None
-    ) -> TensorDictBase:
+    def select(self, batch: TensorDictBase, *, target_version: int | None = None) -> TensorDictBase:
         """All rows; with ``prox="loglinear"`` each also gets the version trained towards.
 
         Raises:
@@ -277,7 +273,9 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         log_prob, entropy = (
             value.flatten()
             for value in self.actor_network.log_probs(
-                micro, mask=padded_mask, with_entropy=True
+                micro,
+                mask=padded_mask,
+                entropy="differentiable" if self.entropy_coeff else "detached",
             )
         )
         mask = padded_mask.flatten()
@@ -306,9 +304,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         )
 
         def reduce(values: Tensor) -> Tensor:
-            total = functional.aggregate(
-                values, mask, segment_ids, rows, self.aggregation
-            )
+            total = functional.aggregate(values, mask, segment_ids, rows, self.aggregation)
             return total / normalizer
 
         output = DecoupledPPOLossOutput(
@@ -336,9 +332,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
             output.kl_to_ref = sum_and_count(kl, mask)
         return output
 
-    def _prox_log_prob(
-        self, micro: TensorDictBase, log_prob: Tensor, behavior: Tensor
-    ) -> Tensor:
+    def _prox_log_prob(self, micro: TensorDictBase, log_prob: Tensor, behavior: Tensor) -> Tensor:
         """(N * T,) log-probs of the proximal policy, without gradient."""
         if self.prox == "behavior":
             return behavior
