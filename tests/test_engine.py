@@ -385,3 +385,15 @@ class TestDeath:
         assert client.communicate(timeout=10) == ("", "")
         assert client.returncode == 130
         self._assert_dies(core)
+
+
+@needs_engine
+def test_failed_start_says_what_and_where(tiny_model: Path, tmp_path: Path) -> None:
+    log_file = tmp_path / "vllm.log"
+    engine = VLLMEngine(tiny_model, max_model_len=100_000, log_file=log_file)
+    environment = dict(os.environ)
+    with pytest.raises(RuntimeError, match=f"(?s)max_model_len=100000: .*{log_file}"):
+        asyncio.run(engine.start())
+    assert dict(os.environ) == environment
+    with pytest.raises(EngineDeadError, match="never started"):
+        engine.check_health()

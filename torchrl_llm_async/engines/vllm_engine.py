@@ -134,8 +134,7 @@ class VLLMEngine:
 
         Raises:
             FileNotFoundError: if the model is neither a folder nor found on the hub.
-            RuntimeError: if the engine is running already, or vLLM fails to start; its own
-                words are in ``log_file``.
+            RuntimeError: if the engine is running already, or vLLM does not start.
         """
         if self._engine is not None:
             raise RuntimeError("this engine is running; shutdown() it first, or make another")
@@ -147,7 +146,16 @@ class VLLMEngine:
             if on_cpu:
                 os.environ.update(_CPU_ENVIRONMENT)
                 os.environ.setdefault("OMP_NUM_THREADS", "1")
-            self._engine = self._build(on_cpu, fork)
+            try:
+                self._engine = self._build(on_cpu, fork)
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                log = "above" if self.log_file is None else f"in {self.log_file}"
+                raise RuntimeError(
+                    f"vLLM did not start on {self.model} with dtype={self.dtype}, "
+                    f"max_model_len={self.max_model_len}: {error} (its own words are {log})"
+                ) from error
             if self.log_file is not None:
                 _log_to(self.log_file)
         # A process ended by an exception joins its children before it reports, and the core ends
@@ -290,6 +298,8 @@ class VLLMEngine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
+            # With flat log-probabilities 30 us of this process per token; a message per token
+            # takes 44, for chunks that carry no versions.
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
