@@ -44,11 +44,11 @@ class StalenessController:
     Args:
         groups_per_step: groups one training step consumes, B.
         max_staleness: largest lag of a training sample, in steps; 0 is on-policy training.
-        total_steps: training steps of the whole run, beyond which nothing is admitted; None for an
+        total_steps: training steps of the whole run, beyond which nothing is admitted (0: evaluation only); None for an
             endless run.
 
     Raises:
-        ValueError: ``groups_per_step`` < 1, ``max_staleness`` < 0 or ``total_steps`` < 1.
+        ValueError: ``groups_per_step`` < 1, ``max_staleness`` < 0 or ``total_steps`` < 0.
 
     .. note:: If weights are published every k steps only, ``k <= max_staleness + 1`` is required:
         otherwise the last step before a publication could never be filled.
@@ -74,8 +74,8 @@ class StalenessController:
         self, *, groups_per_step: int, max_staleness: int, total_steps: int | None = None
     ) -> None:
         check_bounds(groups_per_step, max_staleness)
-        if total_steps is not None and total_steps < 1:
-            raise ValueError(f"total_steps is {total_steps}; it must be at least 1, or None")
+        if total_steps is not None and total_steps < 0:
+            raise ValueError(f"total_steps is {total_steps}; it must be at least 0, or None")
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.total_steps = total_steps
