@@ -106,6 +106,23 @@ class TestGenerate:
         found = torch.tensor(answer.log_probs)
         torch.testing.assert_close(found, wanted[len(PROMPT) - 1 :], atol=2e-5, rtol=0)
 
+    def test_more_prompt_tokens_than_a_batch_holds(self, host: EngineHost) -> None:
+        """As after a switch that recomputes every running request; also, order changes nothing."""
+        prompts = [[5 + i % 50, *range(5, 55), *range(6, 56), *range(7, 57)] for i in range(64)]
+
+        async def all_at_once(order, name):
+            answers = await asyncio.gather(
+                *(
+                    host.engine.generate(prompts[i], SHORT, request_id=f"{name}-{i}", seed=i)
+                    for i in order
+                )
+            )
+            return dict(zip(order, (answer.token_ids for answer in answers), strict=True))
+
+        forwards = host.run(all_at_once(range(64), "forwards"), timeout=120)
+        backwards = host.run(all_at_once(range(63, -1, -1), "backwards"), timeout=120)
+        assert forwards == backwards
+
     def test_stop_token_ends_the_answer_and_belongs_to_it(self, host: EngineHost) -> None:
         async def both():
             free = await host.engine.generate(PROMPT, SHORT, request_id="free", seed=1)

@@ -203,6 +203,9 @@ class VLLMEngine:
             kv_cache_memory_bytes=kv_bytes,
             block_size=self.block_size,
             enforce_eager=on_cpu,
+            # vLLM 0.32 rewinds a seeded request's generator after each part of a prompt that is
+            # prefilled in parts, which a CPU's generator can't do: the core would die.
+            enable_chunked_prefill=not on_cpu,
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
             worker_extension_cls=_WORKER_EXTENSION,
