@@ -12,7 +12,6 @@ the collector, which generates in a process of its own, with vLLM in another; al
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import signal
 import sys
@@ -48,10 +47,12 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
 
     Args:
         cfg: a config that :func:`~torchrl_llm_async.recipes.config.load_config` has checked.
+        control: a process group that carries CPU objects, whatever the device.
     """
 
-    def __init__(self, cfg: DictConfig):
+    def __init__(self, cfg: DictConfig, control: dist.ProcessGroup):
         self._cfg = cfg
+        self._control = control
         self._device = utils.get_device(device=cfg.device)
         self._dtype = training.get_dtype(cfg.dtype, device=self._device)
         self.world_size, self.rank = utils.get_world_size_and_rank()
@@ -100,7 +101,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             micro_batch_tokens=cfg.micro_batch_tokens,
             group_size=cfg.group_size,
             pad_id=config.instantiate(cfg.tokenizer).pad_id,
-            group=dist.new_group(backend="gloo"),
+            group=self._control,
         )
         if self._is_rank_zero:
             self._collector.wait_until_ready()
@@ -298,21 +299,31 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             dist.destroy_process_group()
 
 
+def _checked(cfg: DictConfig, control: dist.ProcessGroup) -> DictConfig | None:
+    """The config as rank 0 has checked it, on all ranks; None if it can't run, as rank 0 has said."""
+    message: list[DictConfig | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            message = [load_config(cfg)]
+        except ConfigError as error:
+            print(f"config error: {error}", file=sys.stderr, flush=True)
+    dist.broadcast_object_list(message, src=0, group=control)
+    return message[0]
+
+
 @config.parse
 def recipe_main(cfg: DictConfig) -> int:
     """Entry point: checks the config, then builds, trains and cleans up."""
-    try:
-        cfg = load_config(cfg)
-    except ConfigError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"config error: {error}", file=sys.stderr)
-        return 1
     die_with_parent()  # torchrun's agent, which could be killed without a chance to end us
-    dist.init_process_group(training.get_distributed_backend(cfg.device))
+    dist.init_process_group(training.get_distributed_backend(cfg.get("device", "cpu")))
+    control = dist.new_group(backend="gloo")
     if dist.get_rank() > 0:
         # Rank 0 has all there is to clean up; the others may be deep in a collective.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    recipe = AsyncRLFullFinetuneRecipe(cfg)
+    cfg = _checked(cfg, control)
+    if cfg is None:
+        return 1
+    recipe = AsyncRLFullFinetuneRecipe(cfg, control)
     try:
         recipe.setup()
         recipe.train()

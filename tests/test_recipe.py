@@ -1,0 +1,178 @@
+"""Whole runs as users start them: real ranks under torchrun, a real engine, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.engine, pytest.mark.recipe]
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+RECIPE = "recipes/async_rl_full_finetune_distributed.py"
+CONFIG = "recipes/configs/arithmetic_ppo.yaml"
+# A short run; three steps are enough for a batch to be as stale as it may be.
+SHORT = [
+    "total_steps=3",
+    "groups_per_step=8",
+    "minibatches_per_step=2",
+    "evaluate_every=2",
+    "eval_problems=60",
+    "dump_samples=true",
+]
+
+
+def launch(*command: str | Path, cwd: Path = ROOT) -> subprocess.Popen:
+    return subprocess.Popen(
+        [BIN / command[0], *command[1:]],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 240.0) -> str:
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return output
+
+
+def metrics(output_dir: Path) -> dict[int, dict[str, float]]:
+    """What torchtune's DiskLogger wrote, by step."""
+    (log,) = (output_dir / "logs").glob("*.txt")
+    steps: dict[int, dict[str, float]] = {}
+    for line in log.read_text().splitlines():
+        if found := re.match(r"Step (\d+) \| (.*)", line):
+            values = (pair.split(":") for pair in found[2].split())
+            steps.setdefault(int(found[1]), {}).update({k: float(v) for k, v in values})
+    return steps
+
+
+@pytest.fixture(scope="module")
+def ppo_run(tmp_path_factory) -> tuple[Path, str]:
+    """``tune run`` from the root, asynchronously, with decoupled PPO."""
+    output_dir = tmp_path_factory.mktemp("ppo")
+    process = launch(
+        *("tune", "run", "--nproc_per_node", "2", RECIPE, "--config", CONFIG),
+        *(f"output_dir={output_dir}", *SHORT),
+    )
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output_dir, output
+
+
+@pytest.mark.inv1
+def test_tune_run_from_the_root(ppo_run):
+    output_dir, output = ppo_run
+    steps = metrics(output_dir)
+    assert sorted(steps) == [0, 1, 2, 3]
+    for step in (1, 2, 3):
+        assert steps[step]["lag_token_max"] <= min(step - 1, 2)
+        assert steps[step]["groups_consumed"] == 8 * step
+    # The first minibatch of a run is on-policy: trainer and engine agree on log-probabilities.
+    assert steps[1]["behavior_weight"] == pytest.approx(1, abs=1e-4)
+    accuracy = re.findall(r"held-out accuracy: (\d\.\d\d) -> (\d\.\d\d)", output)
+    assert [float(value) for value in accuracy[0]] == pytest.approx(
+        [steps[0]["held_out_accuracy"], steps[3]["held_out_accuracy"]], abs=0.005
+    )
+    assert "EngineCore" not in output and "EngineCore" in (output_dir / "collector.log").read_text()
+
+
+@pytest.mark.inv2
+def test_every_finished_sample_is_dumped(ppo_run):
+    samples = [json.loads(line) for line in (ppo_run[0] / "samples.jsonl").read_text().splitlines()]
+    assert sorted((s["group"], s["index"]) for s in samples) == [
+        (group, index) for group in range(24) for index in range(8)
+    ]
+    for sample in samples:
+        assert len(sample["versions"]) == len(sample["log_probs"]) >= 1
+        assert sample["start_version"] <= min(sample["versions"])
+        assert sample["versions"] == sorted(sample["versions"])
+
+
+def test_the_checkpoint_scores_the_same_in_a_fresh_engine(ppo_run, tmp_path):
+    output_dir, _ = ppo_run
+    checkpoint = output_dir / "checkpoints" / "step_00003"
+    process = launch(
+        *("tune-async", "run", "evaluate", "--config", ROOT / CONFIG, "eval_problems=60"),
+        *(f"model_dir={checkpoint}", f"output_dir={tmp_path}"),
+        cwd=tmp_path,
+    )
+    output = finish(process)
+    assert process.returncode == 0, output
+    expected = metrics(output_dir)[3]["held_out_accuracy"]
+    assert f"held-out accuracy {expected:.3f}" in output
+
+
+def test_the_checkpoint_is_an_ordinary_hugging_face_folder_that_has_learnt(ppo_run):
+    checkpoint = ppo_run[0] / "checkpoints" / "step_00003"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    start = load_file(ROOT / "assets" / "written-sums-qwen2" / "model.safetensors")
+    moved = [not torch.equal(value, start[name]) for name, value in model.state_dict().items()]
+    assert all(moved)
+
+
+@pytest.mark.inv1
+def test_tune_async_from_another_folder_with_dpo_synchronously(tmp_path):
+    """Another loss is one line, and so is the synchronous run."""
+    process = launch(
+        *("tune-async", "run", "--nproc_per_node", "2", "async_rl_full_finetune_distributed"),
+        *("--config", "arithmetic_ppo", "output_dir=out", *SHORT),
+        "loss._component_=torchrl_llm_async.objectives.OnlineDPOLoss",
+        "max_staleness=0",
+        cwd=tmp_path,
+    )
+    output = finish(process)
+    assert process.returncode == 0, output
+    steps = metrics(tmp_path / "out")
+    assert all(steps[step]["lag_token_max"] == 0 for step in (1, 2, 3))
+    # Policy and reference are the same at the first minibatch, so the first loss is log 2.
+    assert steps[1]["loss_preference"] == pytest.approx(0.693, abs=0.02)
+
+
+def test_a_config_error_is_printed_once_and_nothing_starts(tmp_path):
+    process = launch(
+        *("tune", "run", "--nproc_per_node", "2", RECIPE, "--config", CONFIG),
+        *(f"output_dir={tmp_path}/out", "group_size=1"),
+    )
+    output = finish(process)
+    assert process.returncode != 0
+    assert output.count("config error: group_size is 1") == output.count("config error") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.inv5
+def test_ctrl_c_ends_every_process_within_ten_seconds(tmp_path):
+    process = launch(
+        *("tune", "run", "--nproc_per_node", "2", RECIPE, "--config", CONFIG),
+        *(f"output_dir={tmp_path}", "total_steps=1000", "groups_per_step=8"),
+    )
+    # Its own thread would do, but communicate() may not be interrupted: read until it trains.
+    for line in process.stdout:
+        if "held-out accuracy after 0 steps" in line:
+            break
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    assert len(tree) >= 5  # tune, two ranks, collector, engine core
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    gone, alive = psutil.wait_procs(tree, timeout=10)
+    for orphan in alive:
+        orphan.kill()
+    finish(process)
+    assert not alive, f"{[p.cmdline() for p in alive]} after {time.monotonic() - start:.1f} s"
