@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Everything else is detail.
 #
 #   make demo LOSS=dpo SEED=1     online DPO instead of PPO, another seed
+#   make eval CHECKPOINT=folder   held-out accuracy of a checkpoint, in a fresh engine
 #   make test                     the whole suite; make test-fast leaves out engines and recipes
 
 PYTHON ?= python3
@@ -15,12 +16,15 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-deps --no
 
 LOSS ?= ppo
 SEED ?= 0
-RECIPE := recipes/async_rl_full_finetune_distributed.py
+LOSS_ppo := torchrl_llm_async.objectives.DecoupledPPOLoss
+LOSS_dpo := torchrl_llm_async.objectives.OnlineDPOLoss
+CONFIG := recipes/configs/arithmetic_ppo.yaml
+RUN := runs/arithmetic_$(LOSS)_seed$(SEED)
 
-.PHONY: install demo eval test test-fast lint clean
+.PHONY: help install demo eval test test-fast lint clean
 .DEFAULT_GOAL := help
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
 
 install: $(STAMP)
 
@@ -35,9 +39,14 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	touch $(STAMP)
 
 demo: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/tune run --nproc_per_node 2 $(RECIPE) \
-	    --config recipes/configs/arithmetic_$(LOSS).yaml \
-	    seed=$(SEED) output_dir=runs/arithmetic_$(LOSS)_seed$(SEED)
+	$(if $(LOSS_$(LOSS)),,$(error LOSS is $(LOSS); it must be ppo or dpo))
+	OMP_NUM_THREADS=1 $(BIN)/tune run --nproc_per_node 2 \
+	    recipes/async_rl_full_finetune_distributed.py --config $(CONFIG) \
+	    loss._component_=$(LOSS_$(LOSS)) seed=$(SEED) output_dir=$(RUN)
+
+eval: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/tune-async run evaluate --config $(CONFIG) \
+	    model_dir=$(or $(CHECKPOINT),$(error give CHECKPOINT=folder)) output_dir=runs/evaluate
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)

@@ -72,7 +72,6 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             self._output_dir.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(cfg, self._output_dir / "config.yaml")
             self._setup_collection()
-            self._report = Report(cfg.total_steps)
             self._checkpoints = CheckpointKeeper(self._output_dir / "checkpoints")
             self._metric_logger = config.instantiate(cfg.metric_logger)
             self._metric_logger.log_config(cfg)
@@ -146,6 +145,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
     # ------------------------------------------------------------------ the loop
     def train(self) -> None:
         """Steps until ``total_steps``; weights go to the engine after each."""
+        self._report = Report(self._cfg.total_steps) if self._is_rank_zero else None
         self._evaluate(version=0)
         for step in range(self._cfg.total_steps):
             batch = self._feed.next().to(self._device)

@@ -125,7 +125,7 @@ class Report:
                 f"{gain.points:+.1f} points, paired 95 % interval [{gain.low:.1f}, {gain.high:.1f}]",
             ),
             ("best", f"{best[0]:.3f} (step {best[1]})"),
-            ("wall time", f"{time.perf_counter() - self._start:.0f} s"),
+            ("training time", f"{time.perf_counter() - self._start:.0f} s"),
             ("sampled tokens", f"{tokens:,}"),
             ("checkpoint", str(checkpoint)),
             ("logs", str(log)),
