@@ -24,7 +24,7 @@ RUN := runs/arithmetic_$(LOSS)_seed$(SEED)
 .PHONY: help install demo eval test test-fast lint clean
 .DEFAULT_GOAL := help
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
 
 install: $(STAMP)
 
