@@ -14,29 +14,33 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 PAD, EOS = "<pad>", "<eos>"
-CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
-# History mode of TorchRL renders conversations through this: text in, the same text out.
+# TorchRL's history mode renders conversations through this: text in, the same text out.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per printable ASCII character and newline.
+    """A tokenizer of single bytes: one token per ASCII character, none unknown.
 
-    A character outside its alphabet is an error when encoding, there being no unknown token.
+    It is a byte-level BPE without merges, since transformers 5.19 replaces the pre-tokenizer of any
+    qwen2 folder by the stock byte-level one: without merges that makes no difference.
     """
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    # Not ".", which leaves newlines out.
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+    vocabulary = {PAD: 0, EOS: 1}
+    # The byte-level alphabet spells each byte as one visible character; bytes 33 to 126 are ASCII.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary.update({character: index for index, character in enumerate(alphabet, start=2)})
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
+        # Nothing is unknown, but the class transformers picks for qwen2 would add one of its own.
+        unk_token=PAD,
         padding_side="left",
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
@@ -45,7 +49,7 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """An untrained Qwen2 model of 0.31 million float32 parameters."""
+    """An untrained Qwen2 model of 0.35 million float32 parameters."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -57,6 +61,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         max_position_embeddings=tokenizer.model_max_length,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         rms_norm_eps=1e-6,
+        # About 1 / sqrt(hidden_size): with the usual 0.02 so small a model learns far more slowly.
+        initializer_range=0.1,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -75,8 +81,7 @@ def main() -> None:
     tokenizer = build_tokenizer(max_length=256)
     build_model(tokenizer, args.seed).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
-    # transformers writes the class under the name it has there ("TokenizersBackend" in version 5),
-    # which older ones and other readers do not know.
+    # transformers 5 writes "TokenizersBackend", a name that version 4 does not know.
     file = args.output / "tokenizer_config.json"
     declared = json.loads(file.read_text())
     declared["tokenizer_class"] = "PreTrainedTokenizerFast"

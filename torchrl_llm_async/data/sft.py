@@ -7,6 +7,7 @@ Owns the teacher of written-out sums. The problems and their split are the envir
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
@@ -65,34 +66,44 @@ class WrittenSumsDemonstrations(Dataset):
     carry more often than not can add either way and prefers the wrong one; which is right is what
     is left to reinforcement learning.
 
+    The demonstrations form a curriculum, to be read in order: sums of two numbers hold all there is
+    to learn about adding and are short; mixed lengths from the start take several times as long.
+
     For torchtune's supervised recipes: an item is ``{"tokens", "labels"}``, lists of T token ids,
     the labels -100 on the prompt.
 
     Args:
         tokenizer: a torchtune tokenizer.
-        size: number of demonstrations.
+        curriculum: pairs of the most numbers in a sum and how many such demonstrations to give.
         forgotten_carry: probability with which the teacher forgets a carry.
         seed: seed of the problems and of the teacher.
 
     Examples:
         >>> from torchrl_llm_async.modules.tokenizer import HFTokenizer
         >>> tokenizer = HFTokenizer("assets/written-sums-qwen2")
-        >>> data = WrittenSumsDemonstrations(tokenizer, size=4, forgotten_carry=0.0, seed=3)
+        >>> data = WrittenSumsDemonstrations(
+        ...     tokenizer, curriculum=[(2, 2), (5, 4)], forgotten_carry=0.0, seed=3)
         >>> tokenizer.decode(data[0]["tokens"])
         '36+41=77'
     """
 
     def __init__(
-        self, tokenizer: ModelTokenizer, *, size: int, forgotten_carry: float, seed: int = 0
+        self,
+        tokenizer: ModelTokenizer,
+        *,
+        curriculum: Sequence[tuple[int, int]],
+        forgotten_carry: float,
+        seed: int = 0,
     ) -> None:
-        env = WrittenSumsEnv("train", seed=seed)
         rng = random.Random(seed)
         self._tokenizer = tokenizer
         self._pairs: list[tuple[str, str]] = []
-        for _ in range(size):
-            _, entry = env.next_problem()
-            prompt = env.format_prompt(entry)
-            self._pairs.append((prompt, demonstrate(prompt, rng, forgotten_carry)))
+        for max_terms, size in curriculum:
+            env = WrittenSumsEnv("train", max_terms=max_terms, seed=seed)
+            for _ in range(size):
+                _, entry = env.next_problem()
+                prompt = env.format_prompt(entry)
+                self._pairs.append((prompt, demonstrate(prompt, rng, forgotten_carry)))
 
     def __len__(self) -> int:
         return len(self._pairs)

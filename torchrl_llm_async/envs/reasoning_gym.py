@@ -208,7 +208,7 @@ class ReasoningGymEnv(EnvBase):
 
 
 class WrittenSumsEnv(ReasoningGymEnv):
-    """Sums of 2 to 5 numbers of one or two digits, the steps written out.
+    """Sums of 2 to 5 numbers, of one or two digits each, the steps written out.
 
     The prompt is ``"12+34+56="``; the expected answer restates what is left to add after each
     addition, ``"46+56=102"``, so answers have 1 to 33 characters. The problems are those of
@@ -217,6 +217,7 @@ class WrittenSumsEnv(ReasoningGymEnv):
 
     Args:
         split: ``"train"`` or ``"heldout"``.
+        max_terms: most numbers in a sum, at least 2.
         seed: as in :class:`ReasoningGymEnv`.
         start: as in :class:`ReasoningGymEnv`.
 
@@ -231,21 +232,21 @@ class WrittenSumsEnv(ReasoningGymEnv):
         ('102', None)
     """
 
-    min_terms, max_terms = 2, 5
     _well_formed = re.compile(r"(?:\d+(?:\+\d+)+=)*(\d+)")
 
     def __init__(
         self,
         split: Literal["train", "heldout"] = "train",
         *,
+        max_terms: int = 5,
         seed: int = 0,
         start: int = 0,
     ) -> None:
         super().__init__(
             "chain_sum",
             dataset_kwargs={
-                "min_terms": self.min_terms,
-                "max_terms": self.max_terms,
+                "min_terms": 2,
+                "max_terms": max_terms,
                 "min_digits": 1,
                 "max_digits": 2,
                 "size": 2**31,
@@ -254,6 +255,7 @@ class WrittenSumsEnv(ReasoningGymEnv):
             seed=seed,
             start=start,
         )
+        self._max_terms = max_terms
 
     def keeps(self, entry: dict[str, Any]) -> bool:
         """Keeps sums without a minus, as many of each length.
@@ -262,7 +264,7 @@ class WrittenSumsEnv(ReasoningGymEnv):
         those at every 2**(max_terms - n)-th index are taken.
         """
         metadata = entry["metadata"]
-        stride = 2 ** (self.max_terms - metadata["num_terms"])
+        stride = 2 ** (self._max_terms - metadata["num_terms"])
         return metadata["source_index"] % stride == 0 and "-" not in metadata["expression"]
 
     def format_prompt(self, entry: dict[str, Any]) -> str:
@@ -273,3 +275,11 @@ class WrittenSumsEnv(ReasoningGymEnv):
         """The number after the last ``=`` of a well-formed answer, or None."""
         match = self._well_formed.fullmatch(response)
         return match[1] if match else None
+
+    def score(self, problem: int, response: str) -> float:
+        """1 for the right sum, else 0.
+
+        chain_sum gives partial credit to any number that has the right one somewhere in it, which
+        would teach to write more digits.
+        """
+        return float(super().score(problem, response) == 1)
