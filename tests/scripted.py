@@ -107,9 +107,11 @@ class ScriptedEnv(EnvBase):
         self.turns, self.crash_at, self.hang_at, self.kill_at = turns, crash_at, hang_at, kill_at
         self._next = 0
         self.observation_spec = Composite(
-            {("text", "prompt"): NonTensor(shape=(), example_data="text"),
-             "number": Unbounded(shape=(), dtype=torch.int64),
-             "turn": Unbounded(shape=(), dtype=torch.int64)}
+            {
+                ("text", "prompt"): NonTensor(shape=(), example_data="text"),
+                "number": Unbounded(shape=(), dtype=torch.int64),
+                "turn": Unbounded(shape=(), dtype=torch.int64),
+            }
         )
         self.full_action_spec = Composite(
             {("text", "response"): NonTensor(shape=(), example_data="text")}

@@ -38,8 +38,10 @@ def test_cp_gives_the_whole_recipe(tmp_path):
 
 def test_the_wheel_brings_configs_and_assets_but_no_top_level_recipes(tmp_path):
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-        + ["--wheel-dir", tmp_path, ROOT],
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--quiet"),
+            *("--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT),
+        ],
         check=True,
         timeout=120,
     )

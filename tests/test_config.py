@@ -39,7 +39,10 @@ def test_checked_in_configs_pass(path):
         ("loss=ppo", r"config key 'loss'"),
         ("dtype=fp8", r"dtype is 'fp8'; it must be 'fp32' or 'bf16'"),
         ("model_dir=no/where", r"model_dir is 'no/where', and there is no .*no/where/config.json"),
-        ("checkpointer.checkpoint_files=[w.safetensors]", r"checkpoint_files names 'w.safetensors'"),
+        (
+            "checkpointer.checkpoint_files=[w.safetensors]",
+            r"checkpoint_files names 'w.safetensors'",
+        ),
         ("loss._component_=torchrl_llm_async.objectives.PPO", r"loss._component_ is .*PPO', which"),
         ("loss.clip_epsilonn=0.2", r"loss.clip_epsilonn is 0.2, .*did you mean 'clip_epsilon'\?"),
         ("loss.prox=recomputed", r"loss.prox is 'recomputed'; .* one of 'recompute', 'loglinear'"),

@@ -77,8 +77,7 @@ def test_starting_point_of_the_demo(hf_model):
     ]
     ended = (answers == tokenizer.eos_token_id).any(1).tolist()
     formed = [
-        end and env.extract_answer(text) is not None
-        for end, text in zip(ended, texts, strict=True)
+        end and env.extract_answer(text) is not None for end, text in zip(ended, texts, strict=True)
     ]
     assert 0.2 <= sum(reward == 1 for reward in rewards) / len(rewards) <= 0.5
     assert sum(formed) / len(formed) >= 0.95

@@ -171,7 +171,7 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(tmp_path):
     assert len(tree) >= 5  # tune, two ranks, collector, engine core
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    gone, alive = psutil.wait_procs(tree, timeout=10)
+    _, alive = psutil.wait_procs(tree, timeout=10)
     for orphan in alive:
         orphan.kill()
     finish(process)

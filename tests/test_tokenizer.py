@@ -75,7 +75,7 @@ def test_messages_mask_and_truncation(tokenizer):
 
 
 def test_wrong_arguments(tmp_path):
-    with pytest.raises(ValueError, match="no tokenizer.json"):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         HFTokenizer(tmp_path)
     with pytest.raises(ValueError, match="eos_token='</s>'"):
         HFTokenizer(MODEL, eos_token="</s>")

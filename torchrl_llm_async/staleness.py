@@ -44,8 +44,8 @@ class StalenessController:
     Args:
         groups_per_step: groups one training step consumes, B.
         max_staleness: largest lag of a training sample, in steps; 0 is on-policy training.
-        total_steps: training steps of the whole run, beyond which nothing is admitted (0: evaluation only); None for an
-            endless run.
+        total_steps: training steps of the whole run, beyond which nothing is admitted (0: nothing
+            but evaluation); None for an endless run.
 
     Raises:
         ValueError: ``groups_per_step`` < 1, ``max_staleness`` < 0 or ``total_steps`` < 0.

@@ -153,9 +153,7 @@ class Rollouts:
                     )
                     start_version = self.controller.admit(next_id)
                     self._send(("admitted", next_id, start_version))
-                    task = group_tasks.create_task(
-                        self._group(next_id, start_version, observation)
-                    )
+                    task = group_tasks.create_task(self._group(next_id, start_version, observation))
                     self._started(task)
                     next_id += 1
         finally:
@@ -191,9 +189,7 @@ class Rollouts:
         self._room.set()
 
     # ------------------------------------------------------------------ one group
-    async def _group(
-        self, group_id: int, start_version: int, observation: TensorDictBase
-    ) -> None:
+    async def _group(self, group_id: int, start_version: int, observation: TensorDictBase) -> None:
         async with asyncio.TaskGroup() as tasks:
             members = [
                 tasks.create_task(
@@ -279,7 +275,7 @@ class Rollouts:
     async def _step(
         self, make_env: Callable[[], EnvBase], action: TensorDictBase
     ) -> TensorDictBase:
-        """One environment step off the loop; a step that fails or hangs is an error, not reward 0."""
+        """One environment step off the loop; if it fails or hangs, that is an error, not reward 0."""
         future = asyncio.get_running_loop().run_in_executor(
             self._step_threads, self._step_in_thread, make_env, action
         )

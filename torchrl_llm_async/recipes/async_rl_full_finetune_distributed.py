@@ -228,7 +228,9 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
     def _log(self, step: int, metrics: dict[str, float], batch: StepBatch) -> None:
         """Adds the collector's and the buffer's figures, then logs and shows them all."""
         metrics |= batch.figures
-        metrics |= {k: v for k, v in self._buffer.stats().items() if k.startswith(("lag_", "groups_"))}
+        metrics |= {
+            k: v for k, v in self._buffer.stats().items() if k.startswith(("lag_", "groups_"))
+        }
         collected, now = self._collector.stats(), time.perf_counter()
         before, then = self._collected
         self._collected = (collected, now)
@@ -300,7 +302,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
 
 
 def _checked(cfg: DictConfig, control: dist.ProcessGroup) -> DictConfig | None:
-    """The config as rank 0 has checked it, on all ranks; None if it can't run, as rank 0 has said."""
+    """The config as rank 0 has checked it, on all ranks; None if rank 0 has said it can't run."""
     message: list[DictConfig | None] = [None]
     if dist.get_rank() == 0:
         try:

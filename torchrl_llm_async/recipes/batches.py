@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from torchrl_llm_async.data import StalenessReplayBuffer
 from torchrl_llm_async.packing import blank_rows, pad_rows, plan_micro_batches

@@ -159,9 +159,7 @@ def _check_arguments(key: str, component: Callable, node: DictConfig) -> None:
     signature = inspect.signature(component)
     names = [name for name in signature.parameters if name != "self"]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    hints = typing.get_type_hints(
-        component.__init__ if inspect.isclass(component) else component
-    )
+    hints = typing.get_type_hints(component.__init__ if inspect.isclass(component) else component)
     name = getattr(component, "__name__", str(component))
     for argument, value in node.items():
         if argument == "_component_":
@@ -169,7 +167,9 @@ def _check_arguments(key: str, component: Callable, node: DictConfig) -> None:
         if argument not in names and not open_ended:
             close = difflib.get_close_matches(argument, names, n=1)
             hint = f"did you mean '{close[0]}'?" if close else f"it takes {', '.join(names)}"
-            raise ConfigError(f"{key}.{argument} is {value!r}, but {name} has no such argument; {hint}")
+            raise ConfigError(
+                f"{key}.{argument} is {value!r}, but {name} has no such argument; {hint}"
+            )
         expected = hints.get(argument, Any)
         if not _fits(value, expected):
             raise ConfigError(
@@ -219,8 +219,8 @@ def _check_counts(cfg: DictConfig) -> None:
         )
     if cfg.group_size < 2:
         raise ConfigError(
-            f"group_size is {cfg.group_size}, but the advantage and the loss compare answers within "
-            "a group; it must be at least 2"
+            f"group_size is {cfg.group_size}, but the advantage and the loss compare answers "
+            "within a group; it must be at least 2"
         )
 
 
@@ -285,9 +285,7 @@ def _check_prompts(cfg: DictConfig, context: int, samples: int = 32) -> None:
             env = tune_config.instantiate(cfg[key])
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{key}: {error}") from None
-        longest = max(
-            Conversation(tokenizer, env.reset()).prompt_length for _ in range(samples)
-        )
+        longest = max(Conversation(tokenizer, env.reset()).prompt_length for _ in range(samples))
         if longest + cfg.sampling.max_new_tokens > context:
             raise ConfigError(
                 f"{key} gives a prompt of {longest} tokens; with sampling.max_new_tokens = "

@@ -53,8 +53,7 @@ def recipe_main(cfg: DictConfig) -> int:
             f"{evaluation.answer_tokens:.1f} tokens an answer)"
         )
     if compare_to is not None:
-        gain = PairedGain.of(evaluations[1].rewards, evaluations[0].rewards)
-        print(f"{gain.points:+.1f} points, paired 95 % interval [{gain.low:.1f}, {gain.high:.1f}]")
+        print(PairedGain.of(evaluations[1].rewards, evaluations[0].rewards))
     return 0
 
 

@@ -36,6 +36,9 @@ class PairedGain:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.points:+.1f} points, paired 95 % interval [{self.low:.1f}, {self.high:.1f}]"
+
     @classmethod
     def of(cls, before: list[float], after: list[float]) -> PairedGain:
         """From the rewards of the same problems before and after; reward 1 counts as right."""
@@ -122,7 +125,7 @@ class Report:
             ("accuracy after", f"{last.accuracy:.3f} (step {last.version})"),
             (
                 "gain",
-                f"{gain.points:+.1f} points, paired 95 % interval [{gain.low:.1f}, {gain.high:.1f}]",
+                str(gain),
             ),
             ("best", f"{best[0]:.3f} (step {best[1]})"),
             ("training time", f"{time.perf_counter() - self._start:.0f} s"),
