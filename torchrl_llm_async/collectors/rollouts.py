@@ -275,7 +275,7 @@ class Rollouts:
     async def _step(
         self, make_env: Callable[[], EnvBase], action: TensorDictBase
     ) -> TensorDictBase:
-        """One environment step off the loop; if it fails or hangs, that is an error, not reward 0."""
+        """One environment step off the loop; a failure or hang is an error, never reward 0."""
         future = asyncio.get_running_loop().run_in_executor(
             self._step_threads, self._step_in_thread, make_env, action
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config as tune_config
@@ -137,8 +138,8 @@ def _find_model_dir(model_dir: str) -> Path:
         if (candidate / "config.json").is_file():
             return candidate.resolve()
     raise ConfigError(
-        f"model_dir is {model_dir!r}, and there is no {Path(model_dir).resolve()}/config.json; give "
-        "the folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json)"
+        f"model_dir is {model_dir!r}, but there is no {Path(model_dir).resolve()}/config.json; "
+        "give the folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json)"
     )
 
 
@@ -178,7 +179,7 @@ def _check_arguments(key: str, component: Callable, node: DictConfig) -> None:
 
 
 def _fits(value: Any, expected: Any) -> bool:
-    """Whether a YAML value can be an argument of that type; True for types YAML does not have."""
+    """Whether a YAML value can be an argument of that type; True if the type does not tell."""
     origin = typing.get_origin(expected)
     if origin in (typing.Union, UnionType):
         return any(_fits(value, option) for option in typing.get_args(expected))
@@ -188,7 +189,7 @@ def _fits(value: Any, expected: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if expected is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if expected in (bool, str, type(None)):
+    if expected in (bool, str, type(None), torch.Tensor):
         return isinstance(value, expected)
     return True
 
