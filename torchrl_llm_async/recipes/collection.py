@@ -12,6 +12,24 @@ from torchrl_llm_async.collectors import AsyncLLMCollector
 from torchrl_llm_async.data import StalenessReplayBuffer
 from torchrl_llm_async.engines import SamplingConfig
 
+# The collector's arguments that make_collector passes, and the recipe key each is made from.
+COLLECTOR_KEYS = {
+    "create_env_fn": "env",
+    "engine": "engine",
+    "tokenizer": "model_dir",
+    "sampling": "sampling",
+    "group_size": "group_size",
+    "groups_per_step": "groups_per_step",
+    "max_staleness": "max_staleness",
+    "total_steps": "total_steps",
+    "replay_buffer": "advantage",
+    "seed": "seed",
+    "create_eval_env_fn": "eval_env",
+    "eval_problems": "eval_problems",
+    "dump_path": "dump_samples",
+    "log_path": "output_dir",
+}
+
 
 def make_collector(
     cfg: DictConfig,
