@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from torchrl_llm_async.recipes.config import PACKAGE_DIR, ConfigError, load_config
+from torchrl_llm_async.collectors import AsyncLLMCollector
+from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS
+from torchrl_llm_async.recipes.config import PACKAGE_DIR, ConfigError, RecipeConfig, load_config
 
 CONFIGS = sorted((PACKAGE_DIR / "recipes" / "configs").glob("arithmetic_*.yaml"))
 
@@ -54,7 +59,19 @@ def test_checked_in_configs_pass(path):
         ("group_size=0", r"group_size is 0; it must be at least 1"),
         ("max_staleness=-1", r"max_staleness is -1; it must be 0"),
         ("minibatches_per_step=3", r"groups_per_step is 64, which minibatches_per_step \(3\)"),
-        ("micro_batch_tokens=64", r"micro_batch_tokens is 64, too few"),
+        ("micro_batch_tokens=64", r"micro_batch_tokens is 64, too few for one sequence"),
+        ("engine.max_model_len=512", r"engine.max_model_len is 512, but the model's context is"),
+        ("model.max_seq_len=64", r"max_model_len is 128, but model.max_seq_len is 64 tokens"),
+        ("engine.on_update=[keep]", r"engine.on_update is \['keep'\]; .* one of 'keep'"),
+        ("eval_problems=1", r"eval_problems is 1; it must be at least 2"),
+        ("clip_grad_norm=0", r"clip_grad_norm is 0.0; it must be above 0, or null"),
+        ("device=gpu", r"device is 'gpu'; it must be 'cpu' or 'cuda'"),
+        ("weights_dir=no/where", r"weights_dir is 'no/where', which is no folder"),
+        ("collector.seed=1", r"collector.seed is 1, .* use the top-level key seed instead"),
+        ("collector.log_path=x", r"collector.log_path is .* top-level key output_dir instead"),
+        ("model.rope_base=1e6", r"model.rope_base is 1000000.0, but rope_theta in .* is 10000"),
+        ("tokenizer.path=no/where", r"tokenizer: path='no/where': no tokenizer.json there"),
+        ("loss._component_=torch.nn.MSELoss", r"loss._component_ is .* packing_unit is None"),
         ("engine.max_model_len=100000", r"engine.max_model_len is 100000, .*context is \d+ tokens"),
         ("sampling.max_new_tokens=128", r"sampling.max_new_tokens is 128; .*no room"),
         ("sampling.max_new_tokens=127", r"env gives a prompt of \d+ tokens; .*does not fit"),
@@ -71,6 +88,123 @@ def test_mistakes_are_named(cfg, override, message):
 def test_a_missing_key_is_named(cfg):
     del cfg.loss
     with pytest.raises(ConfigError, match="config key 'loss' is missing"):
+        load_config(cfg)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("sampling.max_new_tokens", r"sampling: SamplingConfig .*'max_new_tokens'"),
+        ("tokenizer.path", r"tokenizer: HFTokenizer .*'path'"),
+        ("engine.model", r"engine: VLLMEngine .*'model'"),
+        ("model.vocab_size", r"model: qwen2 .*'vocab_size'"),
+        # Left out, torchtune's own default holds, which is not this model's.
+        ("model.norm_eps", r"model.norm_eps is 1e-05 by default, but rms_norm_eps in .* is 1e-06"),
+        ("model.rope_base", r"model.rope_base is 1000000.0 by default, but rope_theta in"),
+    ],
+)
+def test_a_missing_argument_is_named(cfg, argument, message):
+    key, name = argument.split(".")
+    del cfg[key][name]
+    with pytest.raises(ConfigError, match=message):
+        load_config(cfg)
+
+
+def test_what_the_recipe_supplies_need_not_be_given(cfg):
+    scheduler = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+    cfg.lr_scheduler = {"_component_": scheduler, "num_warmup_steps": 1}
+    load_config(cfg)
+    cfg.lr_scheduler.num_training_steps = 9
+    with pytest.raises(ConfigError, match="the recipe passes num_training_steps itself"):
+        load_config(cfg)
+
+
+def test_every_other_collector_argument_is_the_users():
+    arguments = inspect.signature(AsyncLLMCollector).parameters
+    assert set(COLLECTOR_KEYS) < set(arguments)
+    assert set(COLLECTOR_KEYS.values()) <= {field.name for field in fields(RecipeConfig)}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.temperature=0", r"sampling.temperature is 0; .* above 0"),
+        ("sampling.top_p=0.9", r"sampling.top_p is 0.9, .*engine.allow_truncated_support: true"),
+        ("sampling.top_k=5", r"sampling.top_k is 5, which biases"),
+    ],
+)
+def test_sampling_that_biases_training_is_refused(cfg, tmp_path, override, message):
+    cfg = with_overrides(cfg, f"output_dir={tmp_path}", override)
+    load_config(cfg)  # Evaluation may.
+    with pytest.raises(ConfigError, match=message):
+        load_config(cfg, training=True)
+    if "top_" in override:
+        load_config(with_overrides(cfg, "engine.allow_truncated_support=true"), training=True)
+
+
+@pytest.mark.parametrize("left_over", ["config.yaml", "logs", "checkpoints"])
+def test_training_never_mixes_two_runs(cfg, tmp_path, left_over):
+    cfg.output_dir = str(tmp_path)
+    load_config(cfg, training=True)
+    (tmp_path / left_over).mkdir()
+    load_config(cfg)
+    with pytest.raises(ConfigError, match="which holds an earlier run"):
+        load_config(cfg, training=True)
+
+
+def test_a_pair_must_fit_a_micro_batch(cfg):
+    cfg.micro_batch_tokens = 128
+    load_config(cfg)
+    cfg.loss["_component_"] = "torchrl_llm_async.objectives.OnlineDPOLoss"
+    with pytest.raises(ConfigError, match=r"too few for 2 sequences .* at least 256"):
+        load_config(cfg)
+
+
+USER_MODULE = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+from torchrl_llm_async.envs import WrittenSumsEnv
+from torchrl_llm_async.objectives import DecoupledPPOLoss
+if TYPE_CHECKING:
+    from nowhere import Split
+
+class Sums(WrittenSumsEnv):
+    def __init__(self, split: Split = "train", *, seed: int = 0):
+        super().__init__(split, seed=seed)
+
+class Broken(Sums):
+    def _reset(self, *args, **kwargs):
+        raise RuntimeError("the server is away")
+
+class OddLoss(DecoupledPPOLoss):
+    packing_unit = "turn"
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """The name of a module in the current folder, which no entry of sys.path leads to."""
+    (tmp_path / "users_own.py").write_text(USER_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    yield "users_own"
+    sys.modules.pop("users_own", None)
+
+
+def test_components_of_the_current_folder_are_found(cfg, user_module):
+    cfg.env["_component_"] = f"{user_module}.Sums"  # Its annotation can't be resolved either.
+    load_config(cfg)
+
+
+def test_an_environment_that_does_not_reset_is_named(cfg, user_module):
+    cfg.eval_env["_component_"] = f"{user_module}.Broken"
+    with pytest.raises(ConfigError, match=r"eval_env: users_own.Broken .*RuntimeError: the server"):
+        load_config(cfg)
+
+
+def test_an_unknown_packing_unit_is_refused(cfg, user_module):
+    cfg.loss["_component_"] = f"{user_module}.OddLoss"
+    with pytest.raises(ConfigError, match=r"packing_unit is 'turn'; .*'sequence', 'pair', 'group'"):
         load_config(cfg)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import os
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune.models.qwen2._convert_weights import _FROM_HF as _QWEN2_FROM_HF
 
 from torchrl_llm_async.collectors.conversation import Conversation
+from torchrl_llm_async.recipes.batches import _ROWS_PER_UNIT
+from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
@@ -38,9 +42,17 @@ _HF_NAMES = {
     "embed_dim": "hidden_size",
     "intermediate_dim": "intermediate_size",
     "norm_eps": "rms_norm_eps",
+    "rope_base": "rope_theta",
     "tie_word_embeddings": "tie_word_embeddings",
 }
 
+# What the recipe passes itself: positional arguments, then keywords.
+_SUPPLIED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "loss": (1, ()),
+    "optimizer": (1, ()),
+    "lr_scheduler": (1, ("num_training_steps",)),
+    "collector": (0, tuple(COLLECTOR_KEYS)),
+}
 
 # Families whose conversion to Hugging Face is renaming alone, by torchtune's model_type.
 HF_KEY_MAPS = {"QWEN2": _QWEN2_FROM_HF}
@@ -92,15 +104,28 @@ class RecipeConfig:
     weights_dir: str | None = None
 
 
-def load_config(cfg: DictConfig) -> DictConfig:
+def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
     """Checks a parsed recipe config; returns it with defaults filled in and ``model_dir`` found.
 
     A ``model_dir`` that the current folder does not have is looked for in the package's own folder,
-    so that the checked-in configs run from anywhere.
+    so that the checked-in configs run from anywhere. The current folder is made importable, so that
+    a ``_component_`` can be a module of the user's.
+
+    Args:
+        cfg: the parsed YAML, overrides merged.
+        training: also refuse what only a training run must not have: an ``output_dir`` with an
+            earlier run in it, and sampling that importance ratios can't account for.
 
     Raises:
         ConfigError: naming the key, the value and what would be right.
+
+    Examples:
+        >>> cfg = load_config(OmegaConf.load("recipes/configs/arithmetic_ppo.yaml"))
+        >>> cfg.engine.max_model_len
+        128
     """
+    if os.getcwd() not in sys.path:  # A script's sys.path has the script's folder instead.
+        sys.path.insert(0, os.getcwd())
     cfg = _check_schema(cfg)
     for key, node in cfg.items():
         if OmegaConf.is_dict(node) and "_component_" in node:
@@ -110,7 +135,9 @@ def load_config(cfg: DictConfig) -> DictConfig:
         ("collector", "torchrl_llm_async.collectors.AsyncLLMCollector"),
     ):
         _check_arguments(key, _get_component_from_path(path), cfg[key])
-    _check_counts(cfg)
+    _check_values(cfg)
+    if training:
+        _check_training(cfg)
     context = _check_context(cfg, _check_model(cfg))
     _check_prompts(cfg, context)
     return cfg
@@ -160,11 +187,23 @@ def _check_arguments(key: str, component: Callable, node: DictConfig) -> None:
     signature = inspect.signature(component)
     names = [name for name in signature.parameters if name != "self"]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    hints = typing.get_type_hints(component.__init__ if inspect.isclass(component) else component)
+    try:
+        hints = typing.get_type_hints(
+            component.__init__ if inspect.isclass(component) else component
+        )
+    except (NameError, AttributeError):  # Imported under TYPE_CHECKING: types unknown here.
+        hints = {}
+    positional, keywords = _SUPPLIED.get(key, (0, ()))
     name = getattr(component, "__name__", str(component))
     for argument, value in node.items():
         if argument == "_component_":
             continue
+        if argument in keywords:
+            instead = COLLECTOR_KEYS.get(argument) if key == "collector" else None
+            hint = f"use the top-level key {instead} instead" if instead else "remove it"
+            raise ConfigError(
+                f"{key}.{argument} is {value!r}, but the recipe passes {argument} itself; {hint}"
+            )
         if argument not in names and not open_ended:
             close = difflib.get_close_matches(argument, names, n=1)
             hint = f"did you mean '{close[0]}'?" if close else f"it takes {', '.join(names)}"
@@ -176,6 +215,14 @@ def _check_arguments(key: str, component: Callable, node: DictConfig) -> None:
             raise ConfigError(
                 f"{key}.{argument} is {value!r}; {name} wants {_describe(expected)} there"
             )
+    given = {str(argument): None for argument in node if argument != "_component_"}
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(keywords), **given)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}: {name} can't be called with what the config and the recipe give it "
+            f"({error}); correct the arguments under '{key}:'"
+        ) from None
 
 
 def _fits(value: Any, expected: Any) -> bool:
@@ -200,7 +247,7 @@ def _describe(expected: Any) -> str:
     return getattr(expected, "__name__", str(expected))
 
 
-def _check_counts(cfg: DictConfig) -> None:
+def _check_values(cfg: DictConfig) -> None:
     for key in (
         "total_steps",
         "groups_per_step",
@@ -223,6 +270,43 @@ def _check_counts(cfg: DictConfig) -> None:
             f"group_size is {cfg.group_size}, but the advantage and the loss compare answers "
             "within a group; it must be at least 2"
         )
+    if cfg.eval_problems < 2:
+        raise ConfigError(
+            f"eval_problems is {cfg.eval_problems}; it must be at least 2, or the held-out "
+            "accuracy has no standard error"
+        )
+    if cfg.clip_grad_norm is not None and cfg.clip_grad_norm <= 0:
+        raise ConfigError(
+            f"clip_grad_norm is {cfg.clip_grad_norm}; it must be above 0, or null for no clipping"
+        )
+    if cfg.device.split(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {cfg.device!r}; it must be 'cpu' or 'cuda'")
+    if cfg.weights_dir is not None and not Path(cfg.weights_dir).is_dir():
+        raise ConfigError(
+            f"weights_dir is {cfg.weights_dir!r}, which is no folder; make it first, or give null "
+            "for this machine's shared memory"
+        )
+
+
+def _check_training(cfg: DictConfig) -> None:
+    folder = Path(cfg.output_dir)
+    if any((folder / name).exists() for name in ("config.yaml", "logs", "checkpoints")):
+        raise ConfigError(
+            f"output_dir is {cfg.output_dir!r}, which holds an earlier run; choose another or "
+            "remove it"
+        )
+    if cfg.sampling.get("temperature", 1.0) <= 0:
+        raise ConfigError(
+            f"sampling.temperature is {cfg.sampling.temperature}; a group's greedy answers are all "
+            "alike, so training needs one above 0, e.g. 1.0"
+        )
+    for argument, off in (("top_p", 1.0), ("top_k", 0)):
+        value = cfg.sampling.get(argument, off)
+        if value != off and not cfg.engine.get("allow_truncated_support", False):
+            raise ConfigError(
+                f"sampling.{argument} is {value}, which biases importance ratios; use {off} (off), "
+                "or accept the bias with engine.allow_truncated_support: true"
+            )
 
 
 def _check_model(cfg: DictConfig) -> dict[str, Any]:
@@ -239,13 +323,16 @@ def _check_model(cfg: DictConfig) -> dict[str, Any]:
                 f"checkpointer.checkpoint_files names {name!r}, which is not in {folder}"
             )
     hf_config = json.loads((folder / "config.json").read_text())
+    flat = {**(hf_config.get("rope_parameters") or {}), **hf_config}  # rope_theta is in either
     for argument, hf_name in _HF_NAMES.items():
-        given, right = cfg.model.get(argument), hf_config.get(hf_name)
+        given, right = _model_argument(cfg, argument), flat.get(hf_name)
         if given is not None and right is not None and given != right:
+            default = "" if argument in cfg.model else " by default"
             raise ConfigError(
-                f"model.{argument} is {given}, but {hf_name} in {folder}/config.json is {right}"
+                f"model.{argument} is {given}{default}, but {hf_name} in {folder}/config.json is "
+                f"{right}; write model.{argument}: {right}"
             )
-    size = tune_config.instantiate(cfg.tokenizer).vocab_size
+    size = _build("tokenizer", cfg).vocab_size
     if size > hf_config["vocab_size"]:
         raise ConfigError(
             f"tokenizer: its vocabulary has {size} tokens, but the model in {folder} has "
@@ -254,18 +341,46 @@ def _check_model(cfg: DictConfig) -> dict[str, Any]:
     return hf_config
 
 
+def _model_argument(cfg: DictConfig, argument: str) -> Any:
+    """What the model's builder gets, its own default included; None if it has no such argument."""
+    builder = inspect.signature(_get_component_from_path(cfg.model["_component_"]))
+    if argument in cfg.model or argument not in builder.parameters:
+        return cfg.model.get(argument)
+    default = builder.parameters[argument].default
+    return None if default is inspect.Parameter.empty else default
+
+
+def _build(key: str, cfg: DictConfig) -> Any:
+    """Instantiates a component that is cheap to make; whatever it objects to is a ConfigError."""
+    try:
+        return tune_config.instantiate(cfg[key])
+    except Exception as error:  # A user's component may raise anything.
+        raise ConfigError(f"{key}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    text = lines[0] if lines else ""
+    return text if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {text}"
+
+
 def _check_context(cfg: DictConfig, hf_config: dict[str, Any]) -> int:
-    context = hf_config["max_position_embeddings"]
-    if cfg.engine.get("max_model_len", context) > context:
+    context = _build("engine", cfg).max_model_len
+    for name, limit in (
+        ("the model's context", hf_config["max_position_embeddings"]),
+        ("model.max_seq_len", _model_argument(cfg, "max_seq_len")),
+    ):
+        if limit is not None and context > limit:
+            raise ConfigError(
+                f"engine.max_model_len is {context}, but {name} is {limit} tokens; it must not be "
+                "more than that"
+            )
+    rows = _rows_per_unit(cfg)
+    if cfg.micro_batch_tokens < rows * context:
+        unit = "one sequence" if rows == 1 else f"{rows} sequences the loss can't split, each"
         raise ConfigError(
-            f"engine.max_model_len is {cfg.engine.max_model_len}, but the model's context is "
-            f"{context} tokens"
-        )
-    context = cfg.engine.get("max_model_len", context)
-    if cfg.micro_batch_tokens < context:
-        raise ConfigError(
-            f"micro_batch_tokens is {cfg.micro_batch_tokens}, too few for one sequence of "
-            f"engine.max_model_len = {context} tokens"
+            f"micro_batch_tokens is {cfg.micro_batch_tokens}, too few for {unit} of "
+            f"engine.max_model_len = {context} tokens; it must be at least {rows * context}"
         )
     answer = cfg.sampling.max_new_tokens
     if answer >= context:
@@ -276,17 +391,33 @@ def _check_context(cfg: DictConfig, hf_config: dict[str, Any]) -> int:
     return context
 
 
+def _rows_per_unit(cfg: DictConfig) -> int:
+    path = cfg.loss["_component_"]
+    unit = getattr(_get_component_from_path(path), "packing_unit", None)
+    units = {**_ROWS_PER_UNIT, "group": cfg.group_size}
+    if unit not in units:
+        raise ConfigError(
+            f"loss._component_ is {path!r}, whose packing_unit is {unit!r}; it must be a class "
+            f"with one of {', '.join(map(repr, units))}"
+        )
+    return units[unit]
+
+
 def _check_prompts(cfg: DictConfig, context: int, samples: int = 32) -> None:
     """Draws prompts as a collector will, from environments of its own."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_dir)
     for key in ("env", "eval_env"):
+        env = _build(key, cfg)
         try:
-            env = tune_config.instantiate(cfg[key])
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{key}: {error}") from None
-        longest = max(Conversation(tokenizer, env.reset()).prompt_length for _ in range(samples))
+            prompts = [Conversation(tokenizer, env.reset()) for _ in range(samples)]
+        except Exception as error:  # A user's environment may raise anything.
+            raise ConfigError(
+                f"{key}: {cfg[key]['_component_']} can't give a prompt; its reset: "
+                f"{_one_line(error)}"
+            ) from error
+        longest = max(prompt.prompt_length for prompt in prompts)
         if longest + cfg.sampling.max_new_tokens > context:
             raise ConfigError(
                 f"{key} gives a prompt of {longest} tokens; with sampling.max_new_tokens = "
