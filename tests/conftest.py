@@ -11,6 +11,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: child processes inherit it
 
+# First of the big imports: pytest rewrites hypothesis, and CPython 3.11's parser now and then fails
+# on it ("AST constructor recursion depth mismatch") deep inside another import.
+import hypothesis  # noqa: F401
 import pytest
 import torch
 

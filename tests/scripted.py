@@ -98,12 +98,16 @@ class ScriptedEnv(EnvBase):
 
     Args:
         turns: answers until it terminates.
+        problems: number of resets after which it raises StopIteration.
         crash_at, hang_at, kill_at: number of the problem whose reward raises, never comes, or
             kills the process.
+
+    The reward is 0 if the environment that scores has another seed than the one that asked.
     """
 
-    def __init__(self, turns=1, crash_at=None, hang_at=None, kill_at=None):
+    def __init__(self, turns=1, problems=None, crash_at=None, hang_at=None, kill_at=None):
         super().__init__(batch_size=())
+        self.problems, self.seed = problems, 0
         self.turns, self.crash_at, self.hang_at, self.kill_at = turns, crash_at, hang_at, kill_at
         self._next = 0
         self.observation_spec = Composite(
@@ -111,6 +115,7 @@ class ScriptedEnv(EnvBase):
                 ("text", "prompt"): NonTensor(shape=(), example_data="text"),
                 "number": Unbounded(shape=(), dtype=torch.int64),
                 "turn": Unbounded(shape=(), dtype=torch.int64),
+                "seed": Unbounded(shape=(), dtype=torch.int64),
             }
         )
         self.full_action_spec = Composite(
@@ -120,7 +125,10 @@ class ScriptedEnv(EnvBase):
 
     def _reset(self, tensordict=None, **kwargs):
         number, self._next = self._next, self._next + 1
-        return TensorDict({"number": number, "turn": 0}).set(("text", "prompt"), f"{number}?")
+        if number == self.problems:
+            raise StopIteration
+        out = TensorDict({"number": number, "turn": 0, "seed": self.seed})
+        return out.set(("text", "prompt"), f"{number}?")
 
     def _step(self, tensordict):
         number, turn = int(tensordict["number"]), int(tensordict["turn"]) + 1
@@ -136,7 +144,8 @@ class ScriptedEnv(EnvBase):
             {
                 "number": number,
                 "turn": turn,
-                "reward": torch.ones(1),
+                "seed": tensordict["seed"],
+                "reward": (tensordict["seed"] == self.seed).float().reshape(1),
                 "success": torch.tensor([True]),
                 "terminated": torch.tensor([done]),
                 "done": torch.tensor([done]),
@@ -144,4 +153,4 @@ class ScriptedEnv(EnvBase):
         ).set(("text", "prompt"), f"{text} more?")
 
     def _set_seed(self, seed):
-        pass
+        self.seed = seed

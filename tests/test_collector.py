@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 
 import pytest
 from scripted import EOS, ScriptedEngine, ScriptedEnv, save_tokenizer
@@ -90,6 +92,21 @@ def test_a_cut_trajectory_is_marked_truncated(make_collector, options, env):
     assert group["next", "truncated"].all()
 
 
+@pytest.mark.inv7
+def test_a_conversation_that_fills_the_context_is_truncated(make_collector):
+    env = functools.partial(ScriptedEnv, turns=100)
+    row = next(iter(make_collector(env, max_turns=100)))[0]
+    assert row["next", "truncated"].all()
+    assert len(row["tokens", "full"]) == len(row["masks", "all_assistant_mask"]) >= 128
+
+
+@pytest.mark.inv7
+def test_rewards_come_from_the_environment_that_asked(make_collector):
+    """Whatever the collector's seed: it is the prompts' and the rewards' alike."""
+    for group in make_collector(seed=5, total_steps=1):
+        assert (group["next", "reward"] == 1).all()
+
+
 @pytest.mark.inv1
 def test_generation_stops_at_the_staleness_bound_and_goes_on_with_new_weights(make_collector):
     buffer = make_buffer()
@@ -166,6 +183,44 @@ def test_a_hanging_reward_is_an_error_in_time(make_collector):
     make_collector(env, replay_buffer=buffer, host="process", step_timeout=1.0).start()
     with pytest.raises(TimeoutError, match=r"longer than 1.0 s .*collector.step_timeout"):
         buffer.sample(timeout=60)
+
+
+@pytest.mark.inv5
+def test_an_environment_without_further_problems_is_an_error(make_collector):
+    buffer = make_buffer()
+    make_collector(functools.partial(ScriptedEnv, problems=1), replay_buffer=buffer).start()
+    with pytest.raises(RuntimeError, match="ran out of problems"):
+        buffer.sample(timeout=30)
+
+
+@pytest.mark.inv5
+def test_stopping_does_not_wait_for_an_evaluation(make_collector):
+    collector = make_collector(
+        create_eval_env_fn=ScriptedEnv, eval_problems=1, engine=ScriptedEngine(ticks=10**9)
+    )
+    collector.start()
+    pending = collector.evaluate()
+    collector.update_policy_weights_("unread", version=1)  # queues behind the evaluation
+    collector.shutdown(timeout=10)
+    with pytest.raises(RuntimeError, match="shut down"):
+        pending.result(timeout=1)
+
+
+@pytest.mark.inv5
+def test_a_program_that_forgets_to_shut_down_ends(tokenizer_path):
+    program = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from scripted import ScriptedEngine, ScriptedEnv
+from torchrl_llm_async.collectors import AsyncLLMCollector
+from torchrl_llm_async.engines import SamplingConfig
+collector = AsyncLLMCollector(
+    ScriptedEnv, ScriptedEngine(), tokenizer={str(tokenizer_path)!r},
+    sampling=SamplingConfig(max_new_tokens=8), group_size=2, groups_per_step=2, max_staleness=1)
+for group in collector:
+    raise SystemExit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=90).returncode == 7
 
 
 @pytest.mark.inv5

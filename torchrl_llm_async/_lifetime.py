@@ -15,11 +15,12 @@ def die_with_parent() -> None:
     """Has the kernel kill this process when the thread that started it ends, however it ends.
 
     Linux only; elsewhere it does nothing, and the end of its pipe is what a child notices. Ends at
-    once if the parent, where :mod:`multiprocessing` names one, is gone already.
+    once if the parent is gone already.
     """
     if not sys.platform.startswith("linux"):
         return
-    parent = multiprocessing.parent_process()
+    expected = multiprocessing.parent_process()
+    parent = os.getppid() if expected is None else expected.pid
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent.pid:
+    if os.getppid() != parent:
         os._exit(1)

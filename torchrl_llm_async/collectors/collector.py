@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import multiprocessing.process
 import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +31,9 @@ from torchrl_llm_async.collectors.rollouts import Evaluation, RolloutConfig, Rol
 from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
 from torchrl_llm_async.data.trajectory import stack_group
 from torchrl_llm_async.engines import GenerationEngine, SamplingConfig
+from torchrl_llm_async.staleness import check_bounds
+
+_STOP_SECONDS = 8.0
 
 
 class RemoteTraceback(Exception):
@@ -35,6 +41,20 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
+
+
+def _end_process(
+    connection: Connection, process: multiprocessing.process.BaseProcess, timeout: float
+) -> None:
+    """Asks the host to stop, and kills it if it has not by then."""
+    try:
+        connection.send(("stop",))
+    except OSError:
+        torchrl_logger.debug("the collector's host had ended before it was told to")
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 class AsyncLLMCollector(BaseCollector):
@@ -58,7 +78,8 @@ class AsyncLLMCollector(BaseCollector):
 
     Keyword Args:
         total_steps: training steps of the whole run; nothing is generated beyond them. Endless if
-            None.
+            None. Without new weights no more than ``(max_staleness + 1) * groups_per_step`` groups
+            are ever collected: that is the staleness bound.
         replay_buffer: where finished groups go. If None, iterate over the collector instead.
         max_concurrent_groups: groups in flight. Keep it near the engine's number of sequences over
             ``group_size``: more would only wait in the engine's queue and grow stale.
@@ -72,15 +93,18 @@ class AsyncLLMCollector(BaseCollector):
         host: ``"process"`` (default) or ``"thread"``.
 
     Raises:
-        ValueError: a count is not positive.
+        ValueError: a count is not positive, or ``host`` is unknown.
 
     Examples:
         >>> collector = AsyncLLMCollector(
         ...     WrittenSumsEnv, VLLMEngine("assets/sums"), tokenizer="assets/sums",
         ...     sampling=SamplingConfig(max_new_tokens=48, stop_token_ids=(1,)),
         ...     group_size=8, groups_per_step=64, max_staleness=2, total_steps=1)
-        >>> for group in collector:
-        ...     print(group["next", "reward"].mean())
+        >>> try:
+        ...     for group in collector:
+        ...         print(group["next", "reward"].mean())
+        ... finally:
+        ...     collector.shutdown()
     """
 
     def __init__(
@@ -116,6 +140,11 @@ class AsyncLLMCollector(BaseCollector):
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if step_timeout <= 0:
+            raise ValueError(f"step_timeout is {step_timeout}; it must be a number of seconds")
+        if host not in ("process", "thread"):
+            raise ValueError(f"host is {host!r}; it must be 'process' or 'thread'")
+        check_bounds(groups_per_step, max_staleness)
         self._config = RolloutConfig(
             make_env=create_env_fn,
             tokenizer_path=str(tokenizer),
@@ -156,14 +185,17 @@ class AsyncLLMCollector(BaseCollector):
         self._connection, theirs = context.Pipe()
         args = (theirs, self._config, self._engine)
         if self._host_kind == "process":
-            self._host = context.Process(
-                target=_host.run_in_process, args=args, name="collector", daemon=False
+            host = context.Process(target=_host.run_in_process, args=args, name="collector")
+            host.start()
+            theirs.close()  # So that the pipe ends when the process does.
+            # A program that ends without shutdown() would wait for ever for its child.
+            self._finalizer = Finalize(
+                None, _end_process, (self._connection, host, _STOP_SECONDS), exitpriority=1
             )
         else:
-            self._host = threading.Thread(target=_host.run, args=args, name="collector")
-        self._host.start()
-        if self._host_kind == "process":
-            theirs.close()  # So that the pipe ends when the process does.
+            host = threading.Thread(target=_host.run, args=args, name="collector", daemon=True)
+            host.start()
+        self._host = host
         self._receiver = threading.Thread(
             target=self._receive, name="collector-receiver", daemon=True
         )
@@ -176,7 +208,14 @@ class AsyncLLMCollector(BaseCollector):
             TimeoutError: it does not within ``timeout`` seconds.
             Exception: whatever ended the host meanwhile.
         """
-        self._ready.result(timeout)
+        try:
+            self._ready.result(timeout)
+        except TimeoutError:
+            if self._ready.done():
+                raise
+            raise TimeoutError(
+                f"the engine is not ready after {timeout} s{self._see_log()}"
+            ) from None
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -186,16 +225,20 @@ class AsyncLLMCollector(BaseCollector):
         if self._host is None or self._stopping:
             return
         self._stopping = True
-        try:
-            self._connection.send(("stop",))
-        except (BrokenPipeError, OSError):
-            torchrl_logger.debug("the collector's host had ended before it was told to")
-        self._host.join(8.0 if timeout is None else timeout)
-        if self._host_kind == "process" and self._host.is_alive():
-            self._host.kill()
-            self._host.join()
+        timeout = _STOP_SECONDS if timeout is None else timeout
+        if self._host_kind == "process":
+            self._finalizer.cancel()
+            _end_process(self._connection, self._host, timeout)
+        else:
+            if self._host.is_alive():
+                self._connection.send(("stop",))
+            self._host.join(timeout)
+            if self._host.is_alive():
+                raise TimeoutError(f"the collector's thread has not ended after {timeout} s")
         self._receiver.join()
         self._connection.close()
+        if self._error is None:
+            self._fail(RuntimeError("the collector was shut down"))
 
     # ------------------------------------------------------------------ data
     def iterator(self) -> Iterator[TensorDictBase]:
@@ -224,7 +267,11 @@ class AsyncLLMCollector(BaseCollector):
                 pass
         except (EOFError, ConnectionResetError):
             if not self._stopping:
-                self._fail(RuntimeError("the collector's process died without a word"))
+                self._host.join()
+                code = getattr(self._host, "exitcode", None)
+                self._fail(
+                    RuntimeError(f"the collector's process died, exit code {code}{self._see_log()}")
+                )
         except Exception as error:
             self._fail(error)
 
@@ -243,8 +290,8 @@ class AsyncLLMCollector(BaseCollector):
                     self.replay_buffer.extend(rows)
                 else:
                     self._groups.put(rows)
-            case ("served", version):
-                self._served_version = version
+            case ("served", version, stats):
+                self._served_version, self._stats = version, stats
             case ("evaluation", tag, evaluation):
                 self._evaluations.pop(tag).set_result(evaluation)
             case ("stopped",):
@@ -285,19 +332,28 @@ class AsyncLLMCollector(BaseCollector):
 
         Returns at once. Rollouts go on; later weights are switched to after the evaluation.
         """
-        tag = next(self._tags)
-        future = self._evaluations[tag] = Future()
+        tag, future = next(self._tags), Future()
+        self._evaluations[tag] = future
         self._command("evaluate", tag)
         return future
 
     def _command(self, *message: object) -> None:
-        if self._error is not None:
-            raise self._error
-        self._connection.send(message)
+        if self._host is None:
+            raise RuntimeError("start() the collector first")
+        if self._error is None:
+            try:
+                self._connection.send(message)
+                return
+            except OSError:
+                self._receiver.join()  # It is about to hear why.
+        raise self._error
+
+    def _see_log(self) -> str:
+        return "" if self._config.log_path is None else f"; see {self._config.log_path}"
 
     # ------------------------------------------------------------------ the rest of the interface
     def stats(self) -> dict[str, int | float | bool]:
-        """Counters since the start, as of the last finished group."""
+        """Counters since the start, as of the last finished group or weight switch."""
         return {**vars(self._stats), "policy_version": self._served_version}
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -309,7 +365,7 @@ class AsyncLLMCollector(BaseCollector):
         return seed
 
     def state_dict(self) -> OrderedDict:
-        """The seed, which the order of prompts and every sample follow from."""
+        """The seed; neither the position among the prompts nor what is in flight, yet."""
         return OrderedDict(seed=self._config.seed)
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:

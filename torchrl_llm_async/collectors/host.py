@@ -6,8 +6,8 @@ by the end of the pipe. Owns no rollout logic.
 
 Messages down: ``("weights", version, path)``, ``("evaluate", tag)``, ``("stop",)``.
 Messages up: ``("ready", version)``, ``("admitted", group_id, start_version)``,
-``("group", trajectories, stats)``, ``("served", version)``, ``("evaluation", tag, evaluation)``,
-``("stopped",)``, ``("error", exception, traceback)``.
+``("group", trajectories, stats)``, ``("served", version, stats)``,
+``("evaluation", tag, evaluation)``, ``("stopped",)``, ``("error", exception, traceback)``.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ def run(connection: Connection, config: RolloutConfig, engine: GenerationEngine)
         connection.close()
 
 
+class _Stop(Exception):
+    """Ends the tasks of a collector that was told to stop."""
+
+
 async def _serve(connection: Connection, config: RolloutConfig, engine: GenerationEngine) -> None:
     # First the engine: while this process has no threads it may fork its core (seconds saved).
     await engine.start()
@@ -60,51 +64,67 @@ async def _serve(connection: Connection, config: RolloutConfig, engine: Generati
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
         rollouts = Rollouts(config, engine, tokenizer, connection.send)
         connection.send(("ready", engine.version))
-        async with asyncio.TaskGroup() as tasks:
-            collecting = tasks.create_task(rollouts.continuous_rollouts())
-            await _obey(connection, rollouts, tasks)
-            collecting.cancel()
+        await _work_until_told_to_stop(connection, rollouts)
     finally:
         if rollouts is not None:
             rollouts.close()
         await engine.shutdown()
 
 
-async def _obey(connection: Connection, rollouts: Rollouts, tasks: asyncio.TaskGroup) -> None:
-    """Carries out the other side's messages, in order, until it stops or is gone."""
+async def _work_until_told_to_stop(connection: Connection, rollouts: Rollouts) -> None:
     inbox: asyncio.Queue = asyncio.Queue()
+    stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     descriptor = connection.fileno()
 
     def receive() -> None:
         try:
-            inbox.put_nowait(connection.recv())
-        except EOFError:
+            message = connection.recv()
+        except (EOFError, ConnectionResetError):
+            message = ("stop",)  # The other side is gone.
+        if message == ("stop",):
             loop.remove_reader(descriptor)
-            inbox.put_nowait(("stop",))
+            stopped.set()
+        else:
+            inbox.put_nowait(message)
 
-    async def evaluate(tag: object) -> None:
+    async def stop() -> None:
+        await stopped.wait()
+        raise _Stop
+
+    loop.add_reader(descriptor, receive)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stop())
+            tasks.create_task(rollouts.continuous_rollouts())
+            tasks.create_task(_obey(inbox, connection, rollouts, tasks))
+    except* _Stop:
+        pass
+    finally:
+        loop.remove_reader(descriptor)
+
+
+async def _obey(
+    inbox: asyncio.Queue, connection: Connection, rollouts: Rollouts, tasks: asyncio.TaskGroup
+) -> None:
+    """Carries out the other side's commands, in order."""
+
+    async def evaluate(tag: int) -> None:
         try:
             evaluation = await rollouts.evaluate()
         finally:
             rollouts.weights.release()
         connection.send(("evaluation", tag, evaluation))
 
-    loop.add_reader(descriptor, receive)
-    try:
-        while True:
-            match await inbox.get():
-                case ("weights", version, path):
-                    await rollouts.update_weights(version, path)
-                    connection.send(("served", version))
-                case ("evaluate", tag):
-                    # Rollouts and further messages go on meanwhile; a later switch waits.
-                    await rollouts.weights.acquire()
-                    tasks.create_task(evaluate(tag))
-                case ("stop",):
-                    return
-    finally:
-        loop.remove_reader(descriptor)
+    while True:
+        match await inbox.get():
+            case ("weights", version, path):
+                await rollouts.update_weights(version, path)
+                connection.send(("served", version, rollouts.snapshot()))
+            case ("evaluate", tag):
+                # Rollouts go on meanwhile; a later switch waits.
+                await rollouts.weights.acquire()
+                tasks.create_task(evaluate(tag))
 
 
 def _print_to(path: Path) -> None:
@@ -120,6 +140,8 @@ def _as_message(error: BaseException) -> tuple:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = "".join(traceback.format_exception(error))
+    if not isinstance(error, Exception):  # SystemExit would end the trainer without a word.
+        error = RuntimeError(f"the collector ended with {error!r}")
     try:
         pickle.loads(pickle.dumps(error))
     except Exception as unpicklable:

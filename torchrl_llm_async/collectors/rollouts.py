@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.envs import EnvBase
 
 from torchrl_llm_async.collectors.conversation import Conversation
@@ -63,9 +64,9 @@ class RolloutStats:
     groups: int = 0
     samples: int = 0
     sampled_tokens: int = 0
-    busy_s: float = 0.0
+    elapsed_s: float = 0.0
+    # Time in which the staleness bound left no room for another group.
     waiting_for_trainer_s: float = 0.0
-    weight_updates: int = 0
     weight_update_s: float = 0.0
 
 
@@ -78,7 +79,6 @@ class Evaluation:
     answer_tokens: float
     truncated: float
     seconds: float
-    responses: list[str] = field(default_factory=list)
 
     @property
     def accuracy(self) -> float:
@@ -100,6 +100,9 @@ class Rollouts:
         tokenizer: the policy's tokenizer.
         send: called with ``("admitted", group_id, start_version)`` and
             ``("group", trajectories, stats)``, in that order for each group.
+
+    Attributes:
+        weights: held while weights switch, and while an evaluation needs them not to.
     """
 
     def __init__(
@@ -122,13 +125,14 @@ class Rollouts:
         self._room = asyncio.Event()
         self._room.set()
         self._running: set[asyncio.Task] = set()
-        # Held while weights switch and while an evaluation needs them not to.
         self.weights = asyncio.Lock()
-        self._idle_since: float | None = None
-        self._busy_since: float | None = None
+        self._start = time.perf_counter()
+        self._blocked_since: float | None = None
         # Problems are drawn on a thread of their own, so that their order never depends on steps.
         self._prompt_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._step_threads = ThreadPoolExecutor(config.env_workers, thread_name_prefix="env-step")
+        # A step's time limit must not count its time in the pool's queue.
+        self._free_threads = asyncio.Semaphore(config.env_workers)
         self._thread_envs = _ThreadEnvs()
         self._prompt_env: EnvBase | None = None
         self._eval_observations: list[TensorDictBase] | None = None
@@ -137,9 +141,7 @@ class Rollouts:
     # ------------------------------------------------------------------ the loop
     async def continuous_rollouts(self) -> None:
         """Admits groups whenever the staleness bound has room; raises what any rollout raised."""
-        loop = asyncio.get_running_loop()
-        self._prompt_env = await loop.run_in_executor(self._prompt_thread, self.config.make_env)
-        self._prompt_env.set_seed(self.config.seed)
+        self._prompt_env = await self._on_prompt_thread(self._make_env, self.config.make_env)
         if self.config.dump_path is not None:
             self.config.dump_path.parent.mkdir(parents=True, exist_ok=True)
             self._dump = open(self.config.dump_path, "a", encoding="utf-8")  # noqa: SIM115
@@ -148,13 +150,12 @@ class Rollouts:
                 next_id = 0
                 while not self._all_admitted(next_id):
                     await self._wait_for_room()
-                    observation = await loop.run_in_executor(
-                        self._prompt_thread, self._prompt_env.reset
-                    )
+                    observation = await self._on_prompt_thread(self._prompt_env.reset)
                     start_version = self.controller.admit(next_id)
                     self._send(("admitted", next_id, start_version))
                     task = group_tasks.create_task(self._group(next_id, start_version, observation))
-                    self._started(task)
+                    self._running.add(task)
+                    task.add_done_callback(self._ended)
                     next_id += 1
         finally:
             if self._dump is not None:
@@ -165,28 +166,32 @@ class Rollouts:
         return total is not None and count >= total * self.config.groups_per_step
 
     async def _wait_for_room(self) -> None:
-        while (
-            self.controller.capacity() == 0
-            or len(self._running) >= self.config.max_concurrent_groups
-        ):
+        while True:
+            if self.controller.capacity() == 0:
+                self._blocked_since = self._blocked_since or time.perf_counter()
+            elif len(self._running) < self.config.max_concurrent_groups:
+                return
             self._room.clear()
             await self._room.wait()
-
-    def _started(self, task: asyncio.Task) -> None:
-        now = time.perf_counter()
-        if not self._running:
-            self._busy_since = now
-            if self._idle_since is not None:
-                self.stats.waiting_for_trainer_s += now - self._idle_since
-        self._running.add(task)
-        task.add_done_callback(self._ended)
+            if self._blocked_since is not None and self.controller.capacity() > 0:
+                self.stats = self.snapshot()
+                self._blocked_since = None
 
     def _ended(self, task: asyncio.Task) -> None:
         self._running.discard(task)
-        if not self._running:
-            self._idle_since = time.perf_counter()
-            self.stats.busy_s += self._idle_since - self._busy_since
         self._room.set()
+
+    async def _on_prompt_thread(self, function: Callable, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._prompt_thread, _call_env, function, *args
+        )
+
+    def _make_env(self, make_env: Callable[[], EnvBase]) -> EnvBase:
+        """An environment; those that rollouts use all have the collector's seed."""
+        env = make_env()
+        if make_env is self.config.make_env:
+            env.set_seed(self.config.seed)
+        return env
 
     # ------------------------------------------------------------------ one group
     async def _group(self, group_id: int, start_version: int, observation: TensorDictBase) -> None:
@@ -238,6 +243,8 @@ class Rollouts:
                 request_id=f"{request}-{turn}",
                 seed=request_seed(self.config.seed, group_id, index, turn),
             )
+            if generation.finish_reason == "abort":
+                raise RuntimeError(f"the engine aborted request {request}-{turn} by itself")
             sampled += [True] * len(generation.token_ids)
             log_probs += generation.log_probs
             versions += generation.versions
@@ -253,6 +260,9 @@ class Rollouts:
             sampled += [False] * added
             log_probs += [0.0] * added
             versions += [-1] * added
+            if len(conversation.token_ids) >= self.engine.max_model_len:
+                truncated = True
+                break
         else:
             truncated = True
         return Trajectory(
@@ -276,16 +286,17 @@ class Rollouts:
         self, make_env: Callable[[], EnvBase], action: TensorDictBase
     ) -> TensorDictBase:
         """One environment step off the loop; a failure or hang is an error, never reward 0."""
-        future = asyncio.get_running_loop().run_in_executor(
-            self._step_threads, self._step_in_thread, make_env, action
-        )
-        try:
-            return await asyncio.wait_for(future, self.config.step_timeout)
-        except TimeoutError:
+        async with self._free_threads:
+            future = asyncio.get_running_loop().run_in_executor(
+                self._step_threads, _call_env, self._step_in_thread, make_env, action
+            )
+            done, _ = await asyncio.wait({future}, timeout=self.config.step_timeout)
+        if not done:
             raise TimeoutError(
                 f"an environment step took longer than {self.config.step_timeout} s (rewards and "
                 "tools run there); make it faster or raise collector.step_timeout"
-            ) from None
+            )
+        return future.result()
 
     def _step_in_thread(
         self, make_env: Callable[[], EnvBase], action: TensorDictBase
@@ -293,7 +304,7 @@ class Rollouts:
         """Each thread has an instance of each environment: they need not be thread-safe."""
         envs = self._thread_envs.by_maker
         if make_env not in envs:
-            envs[make_env] = make_env()
+            envs[make_env] = self._make_env(make_env)
         return envs[make_env].step(action)["next"]
 
     # ------------------------------------------------------------------ commands
@@ -303,7 +314,6 @@ class Rollouts:
             start = time.perf_counter()
             await self.engine.update_weights(version, path)
             self.stats.weight_update_s += time.perf_counter() - start
-            self.stats.weight_updates += 1
             self.controller.serve(version)
         self._room.set()
 
@@ -315,9 +325,7 @@ class Rollouts:
         if self.config.make_eval_env is None:
             raise ValueError("evaluation was asked for, but the collector has no make_eval_env")
         if self._eval_observations is None:
-            self._eval_observations = await asyncio.get_running_loop().run_in_executor(
-                self._prompt_thread, self._held_out_problems
-            )
+            self._eval_observations = await self._on_prompt_thread(self._held_out_problems)
         greedy = replace(self.config.sampling, temperature=0.0, top_p=1.0, top_k=0)
         start = time.perf_counter()
         version = self.engine.version
@@ -343,7 +351,6 @@ class Rollouts:
             answer_tokens=float(np.mean([t.sampled.sum() for t in trajectories])),
             truncated=float(np.mean([t.truncated for t in trajectories])),
             seconds=time.perf_counter() - start,
-            responses=[t.response for t in trajectories],
         )
 
     def _held_out_problems(self) -> list[TensorDictBase]:
@@ -352,13 +359,13 @@ class Rollouts:
 
     def snapshot(self) -> RolloutStats:
         """The totals up to now."""
-        stats = replace(self.stats)
         now = time.perf_counter()
-        if self._running:
-            stats.busy_s += now - self._busy_since
-        elif self._idle_since is not None:
-            stats.waiting_for_trainer_s += now - self._idle_since
-        return stats
+        blocked = 0.0 if self._blocked_since is None else now - self._blocked_since
+        return replace(
+            self.stats,
+            elapsed_s=now - self._start,
+            waiting_for_trainer_s=self.stats.waiting_for_trainer_s + blocked,
+        )
 
     def close(self) -> None:
         """Ends the environment threads; steps still running are not waited for."""
@@ -377,10 +384,20 @@ def _flag(after: TensorDictBase, key: str) -> bool:
     return value is not None and bool(value.any())
 
 
+def _call_env(function: Callable, *args: Any) -> Any:
+    """Calls an environment in a thread; asyncio would lose a StopIteration, and wait for ever."""
+    try:
+        return function(*args)
+    except StopIteration as error:
+        raise RuntimeError(
+            "the environment ran out of problems (StopIteration); let it begin anew"
+        ) from error
+
+
 def _extras(after: TensorDictBase) -> dict[str, Any]:
     """Tensor entries of the last step that are the environment's own (``"success"``, ...)."""
     return {
-        key: value.numpy().reshape(-1)
+        key: value.detach().cpu().numpy().reshape(-1)
         for key, value in after.items()
-        if key not in _SEEN_ELSEWHERE and hasattr(value, "numpy")
+        if key not in _SEEN_ELSEWHERE and isinstance(value, Tensor)
     }

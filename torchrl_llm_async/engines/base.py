@@ -95,6 +95,13 @@ class Generation:
     versions: list[int]
     finish_reason: Literal["stop", "length", "abort"]
 
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.log_probs) == len(self.versions):
+            raise ValueError(
+                f"{len(self.token_ids)} tokens with {len(self.log_probs)} log-probabilities and "
+                f"{len(self.versions)} versions: an engine gives one of each per token"
+            )
+
 
 @runtime_checkable
 class GenerationEngine(Protocol):

@@ -72,9 +72,12 @@ class AsyncLLMLoss(LossModule):
     Attributes:
         packing_unit: what packing must not split: a ``"sequence"``, a ``"pair"`` of
             adjacent rows, or a ``"group"`` of adjacent rows.
+        groups_tied (int): groups that the last call of :meth:`select` skipped, since their
+            rewards tell nothing.
     """
 
     packing_unit: Literal["sequence", "pair", "group"] = "sequence"
+    groups_tied: int = 0
 
     @dataclass
     class _AcceptedKeys:

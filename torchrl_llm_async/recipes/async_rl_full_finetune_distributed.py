@@ -11,11 +11,12 @@ the collector, which generates in a process of its own, with vLLM in another; al
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -62,6 +63,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         self._collector: AsyncLLMCollector | None = None
         self._buffer: StalenessReplayBuffer | None = None
         self._store: WeightStore | None = None
+        self._report: Report | None = None
+        self._metric_logger = None
         self._evaluations: list[Future[Evaluation]] = []
 
     # ------------------------------------------------------------------ setup
@@ -104,7 +107,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         )
         if self._is_rank_zero:
             self._collector.wait_until_ready()
-            self._collected = (self._collector.stats(), time.perf_counter())
+            self._collected = self._collector.stats()
 
     def _setup_collection(self) -> None:
         """The replay buffer, the collector that fills it, and the folder weights go through."""
@@ -122,9 +125,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             replay_buffer=self._buffer,
         )
         self._collector.start()
-        shared_memory = Path("/dev/shm")
-        root = cfg.weights_dir or (shared_memory if shared_memory.is_dir() else None)
-        self._store = WeightStore(tempfile.mkdtemp(prefix="torchrl-llm-async-", dir=root))
+        # While an evaluation holds the engine at one version, so many more are published.
+        self._store = WeightStore.temporary(cfg.weights_dir, keep=max(2, cfg.max_staleness + 1))
 
     def _setup_model(self, weights: dict[str, torch.Tensor]) -> nn.Module:
         """A decoder sharded over all ranks: fp32 master weights, ``dtype`` compute."""
@@ -145,7 +147,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
     # ------------------------------------------------------------------ the loop
     def train(self) -> None:
         """Steps until ``total_steps``; weights go to the engine after each."""
-        self._report = Report(self._cfg.total_steps) if self._is_rank_zero else None
+        if self._is_rank_zero:
+            self._report = Report(self._cfg.total_steps)
         self._evaluate(version=0)
         for step in range(self._cfg.total_steps):
             batch = self._feed.next().to(self._device)
@@ -231,14 +234,12 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         metrics |= {
             k: v for k, v in self._buffer.stats().items() if k.startswith(("lag_", "groups_"))
         }
-        collected, now = self._collector.stats(), time.perf_counter()
-        before, then = self._collected
-        self._collected = (collected, now)
+        before, self._collected = self._collected, self._collector.stats()
+        gained = {key: value - before[key] for key, value in self._collected.items()}
         metrics |= {
-            "generation_tokens_per_s": (collected["sampled_tokens"] - before["sampled_tokens"])
-            / (now - then),
-            "generation_waited_s": collected["waiting_for_trainer_s"]
-            - before["waiting_for_trainer_s"],
+            "generation_tokens_per_s": gained["sampled_tokens"] / max(gained["elapsed_s"], 1e-9),
+            "generation_waited_s": gained["waiting_for_trainer_s"],
+            "weight_update_s": gained["weight_update_s"],
             "training_tokens_per_s": batch.figures["trained_tokens"] / metrics["train_s"],
             "learning_rate": self._optimizer.param_groups[0]["lr"],
         }
@@ -272,7 +273,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         folder = self._checkpoints.path(version)
         folder.mkdir(parents=True, exist_ok=True)
         for file in Path(self._cfg.model_dir).iterdir():
-            if file.suffix in (".json", ".jinja", ".txt"):
+            # Not the index of a checkpoint in several files: this one is whole.
+            if file.suffix in (".json", ".jinja", ".txt", ".model") and ".index." not in file.name:
                 shutil.copy(file, folder)
         shutil.copy(self._store.path(version), folder / "model.safetensors")
 
@@ -292,13 +294,16 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         )
 
     def cleanup(self) -> None:
-        """Ends the collector, the engine and the process group."""
-        if self._collector is not None:
-            self._collector.shutdown()
-        if self._store is not None:
-            self._store.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Ends the collector, the engine and the process group; each, whatever the others do."""
+        if self._is_rank_zero:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with contextlib.ExitStack() as stack:
+            stack.callback(dist.destroy_process_group)
+            for part in (self._store, self._metric_logger, self._report):
+                if part is not None:
+                    stack.callback(part.close)
+            if self._collector is not None:
+                stack.callback(self._collector.shutdown)
 
 
 def _checked(cfg: DictConfig, control: dist.ProcessGroup) -> DictConfig | None:
@@ -318,10 +323,14 @@ def recipe_main(cfg: DictConfig) -> int:
     """Entry point: checks the config, then builds, trains and cleans up."""
     die_with_parent()  # torchrun's agent, which could be killed without a chance to end us
     dist.init_process_group(training.get_distributed_backend(cfg.get("device", "cpu")))
-    control = dist.new_group(backend="gloo")
+    # The other ranks wait here while rank 0 waits for long answers; gloo's default is half an hour.
+    control = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
     if dist.get_rank() > 0:
         # Rank 0 has all there is to clean up; the others may be deep in a collective.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    else:
+        # torchrun's, when another rank has died: clean up as after an error.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     cfg = _checked(cfg, control)
     if cfg is None:
         return 1

@@ -95,10 +95,15 @@ class BatchFeed:
         start = time.perf_counter()
         rows = self._buffer.sample()
         waited = time.perf_counter() - start
-        figures = _figures(rows) | {"trainer_waited_s": waited, "trained_tokens": 0}
+        figures = _figures(rows) | {
+            "trainer_waited_s": waited,
+            "trained_tokens": 0,
+            "groups_tied": 0,
+        }
         shares = [StepBatch([], figures) for _ in range(self._world_size)]
         for part in rows.split(len(rows) // self._minibatches):
             chosen = self._loss.select(part, target_version=self._buffer.consumer_version)
+            figures["groups_tied"] += self._loss.groups_tied
             if len(chosen) == 0:
                 for share in shares:
                     share.minibatches.append(Minibatch([], 0.0))

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import socket
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,19 +20,23 @@ from safetensors.torch import save_file
 __all__ = ["WeightStore"]
 
 _NAME = re.compile(r"version-(\d+)\.safetensors(\.part)?")
-_KEPT = 2
+_FOLDER = "torchrl-llm-async-"
 
 
 class WeightStore:
     """Publications as safetensors files, readable from every machine that sees the folder.
 
     A file is written under a temporary name and renamed, so a reader finds a whole publication
-    or none. The newest two stay: one that engines may be reading, and the one before it. Put
-    the folder on ``/dev/shm`` for engines on this machine, on a shared file system for others.
-    The object can be pickled; it holds nothing but the folder's name.
+    or none. Put the folder on ``/dev/shm`` for engines on this machine, on a shared file system
+    for others. The object can be pickled; it holds no tensors.
 
     Args:
         root: folder, made if missing; the store's alone.
+        keep: newest versions that stay. An engine may lag behind: a trainer publishes up to
+            ``max_staleness + 1`` versions before it has to wait for the engine to switch.
+
+    Raises:
+        ValueError: if ``keep`` < 1.
 
     Examples:
         >>> import tempfile
@@ -41,9 +48,32 @@ class WeightStore:
         >>> store.close()
     """
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: give at least 1")
         self.root = Path(root)
+        self.keep = keep
         self.root.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def temporary(cls, parent: str | Path | None = None, *, keep: int = 2) -> WeightStore:
+        """A store in a new folder named after this process.
+
+        Folders that processes of this machine left behind when they were killed are removed.
+
+        Args:
+            parent: where to make it; by default ``/dev/shm``, or where that does not exist the
+                folder for temporary files.
+            keep: as for the class.
+        """
+        if parent is None:
+            parent = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+        own = f"{_FOLDER}{socket.gethostname()}-"
+        for folder in Path(parent).glob(f"{own}*"):
+            owner = folder.name.removeprefix(own).split("-")[0]
+            if owner.isdigit() and not _is_alive(int(owner)):
+                shutil.rmtree(folder, ignore_errors=True)  # Another run may sweep it as well.
+        return cls(tempfile.mkdtemp(prefix=f"{own}{os.getpid()}-", dir=parent), keep=keep)
 
     def write(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
         """Publishes a set of weights.
@@ -71,7 +101,7 @@ class WeightStore:
             os.replace(part, final)
         finally:
             part.unlink(missing_ok=True)
-        for old in self._versions()[:-_KEPT]:
+        for old in self._versions()[: -self.keep]:
             self._file(old).unlink()
         return final
 
@@ -108,3 +138,13 @@ class WeightStore:
     def _versions(self) -> list[int]:
         names = (_NAME.fullmatch(file.name) for file in self.root.iterdir())
         return sorted(int(name[1]) for name in names if name and not name[2])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # It lives, and is somebody else's.
+        pass
+    return True
