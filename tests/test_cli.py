@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from torchtune._recipe_registry import _ALL_RECIPES
+
+from torchrl_llm_async.cli import register
 
 ROOT = Path(__file__).resolve().parents[1]
 TUNE_ASYNC = Path(sys.executable).with_name("tune-async")
@@ -24,6 +28,8 @@ def test_ls_names_recipe_and_configs(tmp_path):
     assert "async_rl_full_finetune_distributed" in listing
     assert "arithmetic_ppo" in listing
     assert "lora_finetune_distributed" in listing  # torchtune's own are still there
+    recipe = listing.index("full_finetune_single_device")
+    assert recipe < listing.index("warmup_sft") < listing.index("full_finetune_distributed", recipe)
 
 
 def test_cp_and_validate_a_config(tmp_path):
@@ -36,11 +42,40 @@ def test_cp_gives_the_whole_recipe(tmp_path):
     assert "def train(self)" in (tmp_path / "mine.py").read_text()
 
 
+def test_registering_twice_changes_nothing():
+    register()
+    before = [(recipe.name, len(recipe.configs)) for recipe in _ALL_RECIPES]
+    register()
+    assert [(recipe.name, len(recipe.configs)) for recipe in _ALL_RECIPES] == before
+
+
+def test_a_users_module_is_not_hidden_by_a_module_of_the_recipes_folder(tmp_path):
+    """torchrun runs the recipe by its path, and there is a report.py beside it."""
+    (tmp_path / "report.py").write_text(
+        "from torchrl_llm_async.envs import WrittenSumsEnv\n\nclass Sums(WrittenSumsEnv): pass\n"
+    )
+    run = subprocess.run(
+        [
+            *(TUNE_ASYNC, "run", "--nproc_per_node", "1", "async_rl_full_finetune_distributed"),
+            *("--config", "arithmetic_ppo", "env._component_=report.Sums", "eval_problems=0"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    # The components are checked first, so the environment was found.
+    assert "config error: eval_problems is 0" in run.stderr
+
+
 def test_the_wheel_brings_configs_and_assets_but_no_top_level_recipes(tmp_path):
+    source = tmp_path / "source"  # A build leaves folders behind.
+    ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "wheel", "--quiet"),
-            *("--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT),
+            *("--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source),
         ],
         check=True,
         timeout=120,
