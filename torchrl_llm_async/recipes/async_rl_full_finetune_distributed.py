@@ -40,8 +40,6 @@ from torchrl_llm_async.recipes.config import HF_KEY_MAPS, ConfigError, load_conf
 from torchrl_llm_async.recipes.report import CheckpointKeeper, Report, finished
 from torchrl_llm_async.weight_update import WeightPublisher, WeightStore
 
-log = utils.get_logger("INFO")
-
 
 class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
     """Trains a policy on groups that a collector samples meanwhile, at a bounded staleness.
