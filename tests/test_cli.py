@@ -49,15 +49,18 @@ def test_registering_twice_changes_nothing():
     assert [(recipe.name, len(recipe.configs)) for recipe in _ALL_RECIPES] == before
 
 
-def test_a_users_module_is_not_hidden_by_a_module_of_the_recipes_folder(tmp_path):
-    """torchrun runs the recipe by its path, and there is a report.py beside it."""
-    (tmp_path / "report.py").write_text(
-        "from torchrl_llm_async.envs import WrittenSumsEnv\n\nclass Sums(WrittenSumsEnv): pass\n"
+def test_the_recipes_folder_is_not_importable(tmp_path):
+    """torchrun runs the recipe by its path; its neighbours must not become top-level modules."""
+    (tmp_path / "users_own.py").write_text(
+        "import sys\n"
+        "from torchrl_llm_async.envs import WrittenSumsEnv as Sums\n"
+        "if any(path.endswith('torchrl_llm_async/recipes') for path in sys.path):\n"
+        "    raise ImportError('a top-level module `report` is not the user\\'s')\n"
     )
     run = subprocess.run(
         [
             *(TUNE_ASYNC, "run", "--nproc_per_node", "1", "async_rl_full_finetune_distributed"),
-            *("--config", "arithmetic_ppo", "env._component_=report.Sums", "eval_problems=0"),
+            *("--config", "arithmetic_ppo", "env._component_=users_own.Sums", "eval_problems=0"),
         ],
         cwd=tmp_path,
         capture_output=True,
