@@ -175,7 +175,7 @@ def _check_component(key: str, node: DictConfig) -> None:
     try:
         component = _get_component_from_path(path)
     except (InstantiationError, ValueError, ImportError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = " ".join(str(error).split())
         raise ConfigError(
             f"{key}._component_ is {path!r}, which can't be imported ({reason}); give the dotted "
             "path of a class or function"
