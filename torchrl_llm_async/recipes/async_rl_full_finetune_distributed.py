@@ -309,7 +309,7 @@ def _checked(cfg: DictConfig, control: dist.ProcessGroup) -> DictConfig | None:
     message: list[DictConfig | None] = [None]
     if dist.get_rank() == 0:
         try:
-            message = [load_config(cfg)]
+            message = [load_config(cfg, training=True)]
         except ConfigError as error:
             print(f"config error: {error}", file=sys.stderr, flush=True)
     dist.broadcast_object_list(message, src=0, group=control)

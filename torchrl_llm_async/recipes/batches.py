@@ -75,7 +75,7 @@ class BatchFeed:
         self._loss = loss
         self._minibatches = minibatches
         self._micro_batch_tokens = micro_batch_tokens
-        self._rows_per_unit = _ROWS_PER_UNIT.get(loss.packing_unit, group_size)
+        self._rows_per_unit = {**_ROWS_PER_UNIT, "group": group_size}[loss.packing_unit]
         self._pad_id = pad_id
         self._group = group
         self._world_size = dist.get_world_size(group)
