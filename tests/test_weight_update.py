@@ -191,3 +191,24 @@ def test_two_fsdp_ranks(tiny_model: Path, tmp_path: Path) -> None:
         assert not torch.equal(
             published["model.norm.weight"], weights["model.norm.weight"].to(dtype)
         )
+
+
+def test_as_many_versions_stay_as_were_asked_for(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, keep=3)
+    for version in range(1, 6):
+        store.write(version, [("weight", torch.ones(1))])
+    assert [store.path(version).exists() for version in (3, 4, 5)] == [True] * 3
+    with pytest.raises(FileNotFoundError, match="version 2 is not in"):
+        store.path(2)
+    with pytest.raises(ValueError, match="keep=0"):
+        WeightStore(tmp_path, keep=0)
+
+
+def test_folders_of_killed_processes_are_swept(tmp_path: Path) -> None:
+    process = mp.get_context("spawn").Process(target=WeightStore.temporary, args=(tmp_path,))
+    process.start()
+    process.join()
+    (left,) = tmp_path.iterdir()
+    own, second = WeightStore.temporary(tmp_path), WeightStore.temporary(tmp_path)
+    assert not left.exists()
+    assert {own.root, second.root} == set(tmp_path.iterdir())
