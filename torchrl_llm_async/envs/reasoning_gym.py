@@ -138,8 +138,10 @@ class ReasoningGymEnv(EnvBase):
             index = self._position % size
             self._position = index + 1
             entry = _entry(self._dataset, index)
+            if not self.keeps(entry):
+                continue
             heldout = _is_heldout(entry["question"], self.heldout_fraction)
-            if heldout == (self.split == "heldout") and self.keeps(entry):
+            if heldout == (self.split == "heldout"):
                 return index, entry
         raise RuntimeError(
             f"{self.dataset_name!r} has no problem in its {self.split!r} split among "
