@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 # The CPU build comes from whatever pip is configured with; where that offers none, from here.
 TORCH := 2.13.0+cpu
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-deps --no-compile
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-deps
 
 LOSS ?= ppo
 SEED ?= 0
