@@ -84,7 +84,7 @@ class WrittenSumsDemonstrations(Dataset):
         >>> data = WrittenSumsDemonstrations(
         ...     tokenizer, curriculum=[(2, 2), (5, 4)], forgotten_carry=0.0, seed=3)
         >>> tokenizer.decode(data[0]["tokens"])
-        '36+41=77'
+        '43+14=57'
     """
 
     def __init__(

@@ -71,8 +71,8 @@ class ReasoningGymEnv(EnvBase):
         >>> env = ReasoningGymEnv("basic_arithmetic", seed=1)
         >>> problem = env.reset()
         >>> problem["text", "prompt"]
-        'Calculate 74 * 38.'
-        >>> env.step(problem.set(("text", "response"), "2812"))["next", "reward"]
+        'Calculate ( 56 + -33 ) - 84.'
+        >>> env.step(problem.set(("text", "response"), "-61"))["next", "reward"]
         tensor([1.])
     """
 
@@ -227,8 +227,8 @@ class WrittenSumsEnv(ReasoningGymEnv):
         >>> env = WrittenSumsEnv(seed=3)
         >>> problem = env.reset()
         >>> problem["text", "prompt"]
-        '36+41='
-        >>> env.step(problem.set(("text", "response"), "77"))["next", "reward"]
+        '5+9+7='
+        >>> env.step(problem.set(("text", "response"), "14+7=21"))["next", "reward"]
         tensor([1.])
         >>> env.extract_answer("46+56=102"), env.extract_answer("46+=")
         ('102', None)
