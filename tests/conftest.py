@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -30,6 +31,11 @@ TINY_QWEN2 = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
+
+
+def heed_interrupts() -> None:
+    """For ``preexec_fn``: a suite run in the background hands on that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

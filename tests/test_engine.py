@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EngineHost
+from conftest import EngineHost, heed_interrupts
 from safetensors.torch import load_file
 
 from torchrl_llm_async.engines import (
@@ -376,6 +376,7 @@ class TestDeath:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=heed_interrupts,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         ready = client.stdout.readline().split()
@@ -399,7 +400,10 @@ class TestDeath:
     ) -> None:
         client, core = self._client(tiny_model, tmp_path, "interrupt")
         os.killpg(client.pid, signal.SIGINT)
-        assert client.communicate(timeout=10) == ("", "")
+        try:
+            assert client.communicate(timeout=10) == ("", "")
+        finally:
+            client.kill()
         assert client.returncode == 130
         self._assert_dies(core)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import heed_interrupts
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -41,6 +42,7 @@ def launch(*command: str | Path, cwd: Path = ROOT) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=heed_interrupts,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
