@@ -1,7 +1,7 @@
 """An engine and an environment that do as told, for tests of what is around them.
 
 What the collector does when rewards crash, environments hang or engines die takes a dozen starts;
-with vLLM each would take ten seconds. ``test_collector_vllm.py`` runs the same collector on vLLM.
+with vLLM each would take ten seconds. ``test_recipe.py`` runs the same collector on vLLM.
 """
 
 from __future__ import annotations
