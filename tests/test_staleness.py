@@ -304,6 +304,11 @@ def test_messages_about_a_dropped_group_may_cross():
     assert controller.ledger() == dict(submitted=3, running=0, accepted=0, rejected=1, dropped=2)
 
 
+def test_a_run_of_no_steps_admits_nothing():
+    controller = StalenessController(groups_per_step=2, max_staleness=1, total_steps=0)
+    assert controller.capacity() == 0
+
+
 def test_misuse_is_refused():
     controller = StalenessController(groups_per_step=2, max_staleness=1)
     controller.admit(5)
@@ -326,7 +331,7 @@ def test_misuse_is_refused():
     for wrong in (
         dict(groups_per_step=0, max_staleness=0),
         dict(groups_per_step=1, max_staleness=-1),
-        dict(groups_per_step=1, max_staleness=0, total_steps=0),
+        dict(groups_per_step=1, max_staleness=0, total_steps=-1),
     ):
         with pytest.raises(ValueError, match="it must be"):
             StalenessController(**wrong)
