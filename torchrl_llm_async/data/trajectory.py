@@ -1,8 +1,8 @@
 """One trajectory as plain arrays, and as the tensordict row that buffers and losses read.
 
 Owns the names of a row's entries. Does not know how a trajectory came about, nor how rows are
-stored. Between processes a :class:`Trajectory` travels instead of its tensordict: pickling a dozen
-small tensors costs about forty times as much as pickling the same numbers as arrays.
+stored. Between processes a :class:`Trajectory` travels instead of its tensordict, whose
+arrays pickle more cheaply than as many small tensors.
 """
 
 from __future__ import annotations
