@@ -1,7 +1,7 @@
 """The contract between rollouts and whatever generates tokens.
 
-Owns the protocol :class:`GenerationEngine`, the request and answer types, and the two errors an
-engine raises. It deliberately knows nothing of vLLM, of tensordicts or of text: an engine takes
+Owns the protocol :class:`GenerationEngine`, the request and answer types, how an interrupted answer
+is taken up again, and the two errors an engine raises. It deliberately knows nothing of vLLM, of tensordicts or of text: an engine takes
 token ids and gives token ids back, so that nothing is ever re-tokenised between sampling and
 training.
 """
@@ -20,10 +20,6 @@ __all__ = [
     "SamplingConfig",
     "WeightUpdateError",
 ]
-
-
-class EngineDeadError(RuntimeError):
-    """The engine is gone and answers nothing any more; start a new one."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -103,6 +99,37 @@ class Generation:
             )
 
 
+    def followed_by(self, rest: Generation) -> Generation:
+        """This answer's tokens, then those of ``rest``, and its finish reason.
+
+        Examples:
+            >>> begun = Generation([5, 6], [-0.1, -0.2], [3, 3], "abort")
+            >>> begun.followed_by(Generation([2], [-0.3], [4], "stop")).versions
+            [3, 3, 4]
+        """
+        return Generation(
+            self.token_ids + rest.token_ids,
+            self.log_probs + rest.log_probs,
+            self.versions + rest.versions,
+            rest.finish_reason,
+        )
+
+
+class EngineDeadError(RuntimeError):
+    """The engine is gone and answers nothing any more; start a new one.
+
+    Args:
+        message: what is known of its end.
+        partial: of an answer that was under way, the tokens whose versions are proven, with finish
+            reason ``"abort"``; None if there are none. Give it to another engine's
+            :meth:`GenerationEngine.generate` to go on from there.
+    """
+
+    def __init__(self, message: str, partial: Generation | None = None) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
 @runtime_checkable
 class GenerationEngine(Protocol):
     """What a collector needs of an engine.
@@ -124,11 +151,41 @@ class GenerationEngine(Protocol):
         *,
         request_id: str,
         seed: int | None = None,
+        partial: Generation | None = None,
     ) -> Generation:
-        """Samples one answer; cancelling the coroutine aborts the request."""
+        """Samples one answer; cancelling the coroutine aborts the request.
+
+        Args:
+            prompt_ids: token ids of the whole context, at least one.
+            sampling: how to draw.
+            request_id: unique among the running requests.
+            seed: names the random stream; None names it after ``request_id``. The same name gives
+                the same answer.
+            partial: the beginning of this answer, from an engine that could not finish it. Sampling
+                goes on after it, from a random stream of its own, and ``max_new_tokens`` counts it.
+
+        Returns:
+            The whole answer, ``partial`` included; its tokens keep their log-probabilities and
+            versions.
+
+        Raises:
+            ValueError: the request can never be answered.
+            EngineDeadError: the engine died first; its ``partial`` includes the one given.
+        """
 
     async def update_weights(self, version: int, path: Path) -> None:
-        """Switches weights and version together, at a token boundary, or refuses both."""
+        """Switches weights and version together, at a token boundary, or refuses both.
+
+        Raises:
+            WeightUpdateError: the publication was refused whole; the former weights serve on.
+            EngineDeadError: the engine died meanwhile.
+        """
+
+    async def pause(self) -> None:
+        """Stops sampling at the next token boundary; requests stay, and new ones queue."""
+
+    async def resume(self) -> None:
+        """Goes on after :meth:`pause`."""
 
     @property
     def version(self) -> int:
