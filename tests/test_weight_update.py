@@ -10,40 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import TINY_QWEN2
+from decoders import tiny_decoder
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torchtune.models.qwen2 import qwen2
-from torchtune.models.qwen2._convert_weights import _FROM_HF, qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune.models.qwen2._convert_weights import _FROM_HF, qwen2_tune_to_hf
 from torchtune.training import set_activation_checkpointing
 
 from torchrl_llm_async.weight_update import WeightPublisher, WeightStore
-
-
-def _decoder(weights: dict[str, torch.Tensor], *, tied: bool = True) -> torch.nn.Module:
-    sizes = TINY_QWEN2
-    model = qwen2(
-        vocab_size=sizes["vocab_size"],
-        num_layers=sizes["num_hidden_layers"],
-        num_heads=sizes["num_attention_heads"],
-        num_kv_heads=sizes["num_key_value_heads"],
-        embed_dim=sizes["hidden_size"],
-        intermediate_dim=sizes["intermediate_size"],
-        max_seq_len=sizes["max_position_embeddings"],
-        rope_base=10_000,
-        norm_eps=sizes["rms_norm_eps"],
-        tie_word_embeddings=tied,
-    )
-    model.load_state_dict(
-        qwen2_hf_to_tune(
-            weights,
-            num_heads=sizes["num_attention_heads"],
-            num_kv_heads=sizes["num_key_value_heads"],
-            dim=sizes["hidden_size"],
-            tie_word_embeddings=tied,
-        )
-    )
-    return model
 
 
 def _torchtunes_hf_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -117,7 +91,7 @@ class TestWeightStore:
 class TestOneProcess:
     def test_names_and_values_are_the_checkpoints(self, tiny_model: Path, tmp_path: Path) -> None:
         weights = load_file(tiny_model / "model.safetensors")
-        publisher = WeightPublisher(_decoder(weights), WeightStore(tmp_path), _FROM_HF)
+        publisher = WeightPublisher(tiny_decoder(weights), WeightStore(tmp_path), _FROM_HF)
         path = publisher.publish(1)
         _assert_same(load_file(path), weights)
         assert "lm_head.weight" not in weights
@@ -125,14 +99,14 @@ class TestOneProcess:
     def test_untied_head_is_published(self, tiny_model: Path, tmp_path: Path) -> None:
         weights = load_file(tiny_model / "model.safetensors")
         weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
-        model = _decoder(weights, tied=False)
+        model = tiny_decoder(weights, tied=False)
         path = WeightPublisher(model, WeightStore(tmp_path), _FROM_HF).publish(1)
         _assert_same(load_file(path), weights)
 
     def test_transformers_gives_the_same_logits(self, tiny_model: Path, tmp_path: Path) -> None:
         from transformers import Qwen2ForCausalLM
 
-        model = _decoder(load_file(tiny_model / "model.safetensors"))
+        model = tiny_decoder(load_file(tiny_model / "model.safetensors"))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
@@ -153,7 +127,7 @@ def _train_and_publish(rank: int, folder: str, rendezvous: str, weights_file: st
         "float32": MixedPrecisionPolicy(),
         "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
     }.items():
-        model = _decoder(weights)
+        model = tiny_decoder(weights)
         set_activation_checkpointing(model, {type(model.layers[0])})
         for layer in model.layers:
             fully_shard(layer, mp_policy=policy, reshard_after_forward=False)

@@ -17,10 +17,15 @@ from torchtune.models.convert_weights import get_mapped_key
 
 from torchrl_llm_async.weight_update.store import WeightStore
 
-__all__ = ["WeightPublisher"]
+__all__ = ["WeightPublisher", "is_writing_rank"]
 
 # Names that wrappers insert into parameter paths.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def is_writing_rank() -> bool:
+    """Whether this process writes publications: rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 class WeightPublisher:
@@ -32,7 +37,7 @@ class WeightPublisher:
 
     Args:
         model: a torchtune ``TransformerDecoder``, plain or under FSDP2 ``fully_shard``.
-        store: where rank 0 writes; other ranks don't touch theirs.
+        store: where rank 0 writes; None will do on other ranks.
         hf_key_map: Hugging Face name -> torchtune name with ``{}`` for the layer, as torchtune's
             own converters have it, e.g. ``torchtune.models.qwen2._convert_weights._FROM_HF``.
             Only renaming families: Llama's converter permutes q and k besides.
@@ -45,7 +50,7 @@ class WeightPublisher:
     def __init__(
         self,
         model: torch.nn.Module,
-        store: WeightStore,
+        store: WeightStore | None,
         hf_key_map: Mapping[str, str | None],
     ) -> None:
         self._model = model
@@ -67,7 +72,7 @@ class WeightPublisher:
         Raises:
             OSError: on rank 0, if the store can't be written.
         """
-        writes = not dist.is_initialized() or dist.get_rank() == 0
+        writes = is_writing_rank()
         weights = {}
         with torch.no_grad():
             for name, parameter in self._stream():

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 __all__ = ["WeightStore"]
@@ -99,6 +100,11 @@ class WeightStore:
         try:
             save_file(tensors, part, metadata={"version": str(version), "format": "pt"})
             os.replace(part, final)
+        except SafetensorError as error:
+            raise OSError(
+                f"version {version} can't be written to {self.root} ({error}); is the folder "
+                "still there, and has it room?"
+            ) from error
         finally:
             part.unlink(missing_ok=True)
         for old in self._versions()[: -self.keep]:
