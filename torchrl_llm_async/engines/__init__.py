@@ -12,12 +12,15 @@ from torchrl_llm_async.engines.base import (
     SamplingConfig,
     WeightUpdateError,
 )
+from torchrl_llm_async.engines.pool import EnginePool, PoolStats
 from torchrl_llm_async.engines.vllm_engine import VLLMEngine
 
 __all__ = [
     "EngineDeadError",
+    "EnginePool",
     "Generation",
     "GenerationEngine",
+    "PoolStats",
     "SamplingConfig",
     "VLLMEngine",
     "WeightUpdateError",
