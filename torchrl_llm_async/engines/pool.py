@@ -3,19 +3,20 @@
 Owns which engine answers a request, what becomes of an answer whose engine dies, and at which
 version a replacement may join. It deliberately knows nothing of how an engine works, of where
 publications come from, or of what versions mean to training: it only keeps to the rule that its
-:attr:`EnginePool.version` is served by every engine that answers.
+:attr:`EnginePool.version` is served, or surpassed, by every engine that answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_llm_async.engines._pool_member import START, Member, Publication
+from torchrl_llm_async.engines._supervisor import Supervisor
 from torchrl_llm_async.engines.base import (
     EngineDeadError,
     Generation,
@@ -47,49 +48,15 @@ class PoolStats:
     kept_tokens: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class _Publication:
-    """Weights as announced; without a path, those an engine starts with."""
-
-    version: int
-    path: Path | None
-
-
-_START = _Publication(0, None)
-
-
-@dataclass(eq=False)
-class _Member:
-    """An engine of the pool, dead or alive.
-
-    ``life`` counts its deaths, so that what is heard late of a former life is told apart.
-    """
-
-    engine: GenerationEngine
-    name: str
-    live: bool = False
-    leaving: bool = False
-    life: int = 0
-    restarts: int = 0  # since its last answer
-    requests: int = 0
-    load: int = 0  # tokens its requests may still sample
-    paused: bool = False
-    serves: _Publication = _START
-    refused: dict[_Publication, WeightUpdateError] = field(default_factory=dict)
-    replacement: asyncio.Task | None = None
-
-
 class EnginePool:
     """A :class:`~torchrl_llm_async.engines.GenerationEngine` made of engines.
 
     A request goes to the engine whose running requests may sample the fewest further tokens. If
-    its engine dies, another one, or a replacement, takes the answer up where its proven tokens
+    that engine dies, another one, or a replacement, takes the answer up where its proven tokens
     end. A dead engine is started again in the background and joins once it serves weights no
     older than :attr:`version`, normally the newest. It is given up after ``max_restarts`` attempts
-    without an answer in between; when no engine is left, every call and everybody who waits gets
-    an :class:`EngineDeadError` with the last reason.
-
-    As long as any engine is live or being replaced, :class:`EngineDeadError` is never raised.
+    without an answer in between. When no engine is left, every call and everybody who waits gets
+    an :class:`EngineDeadError` with the last reason; until then nobody gets one.
 
     Args:
         engines: engines that have not been started; all with the same ``max_model_len``.
@@ -124,12 +91,14 @@ class EnginePool:
         for engine in engines:
             self._check_fits(engine)
             self._engines.append(engine)
-        self._members: list[_Member] = []
-        self._published = {0: _START}
+        self._members: list[Member] = []
+        self._named = 0
+        self._published = {0: START}
         self._served = 0
         self._paused = False
-        self._ended: EngineDeadError | None = EngineDeadError("the pool was never started")
-        self._closing: asyncio.Task | None = None
+        self._supervisor = Supervisor(
+            self._shutdown_engines, EngineDeadError("the pool was never started")
+        )
 
     @property
     def engines(self) -> tuple[GenerationEngine, ...]:
@@ -146,6 +115,9 @@ class EnginePool:
         self._served = max(self._served, min(versions, default=0))
         return self._served
 
+    def _live(self) -> list[Member]:
+        return [member for member in self._members if member.live]
+
     # ------------------------------------------------------------------ life
     async def start(self) -> None:
         """Starts the engines one after the other, since only a process without threads may fork.
@@ -154,27 +126,21 @@ class EnginePool:
             RuntimeError: if the pool is running already.
             Exception: what the first engine that did not start raised; the others are shut down.
         """
-        if self._ended is None:
+        if self._supervisor.ended is None:
             raise RuntimeError("this pool is running; shutdown() it first, or make another")
-        if self._closing is not None:
-            await asyncio.shield(self._closing)
-        self._members, self._published, self._closing = [], {0: _START}, None
-        self._served, self._paused, self.stats, self._named = 0, False, PoolStats(), 0
-        self._news = asyncio.Event()
+        await self._supervisor.closed()
+        self._members, self._named, self.stats = [], 0, PoolStats()
+        self._published, self._served, self._paused = {0: START}, 0, False
         self._switching, self._pausing = asyncio.Lock(), asyncio.Lock()
-        self._background: set[asyncio.Task] = set()  # cancelled when the pool ends
-        self._departures: set[asyncio.Task] = set()  # never cancelled
         try:
             for engine in self._engines:
                 await engine.start()
-                self._members.append(self._new_member(engine, live=True))
+                self._enter(engine).live = True
         except BaseException:
-            for member in self._members:
-                await member.engine.shutdown()
-            self._members = []
+            await self._shutdown_engines()
             raise
-        self._ended = None
-        self._spawn(self._watch(), self._background)
+        self._supervisor = Supervisor(self._shutdown_engines)
+        self._supervisor.spawn(self._watch())
 
     async def shutdown(self) -> None:
         """Ends all engines; whoever waits gets an :class:`EngineDeadError`.
@@ -182,22 +148,30 @@ class EnginePool:
         Raises:
             Exception: what an engine's ``shutdown`` raised, after all of them were told.
         """
-        self._end(EngineDeadError("the pool was shut down"))
-        if self._closing is not None:
-            await asyncio.shield(self._closing)
+        self._supervisor.end(EngineDeadError("the pool was shut down"))
+        await self._supervisor.closed()
+
+    async def _shutdown_engines(self) -> None:
+        outcomes = await asyncio.gather(
+            *(member.engine.shutdown() for member in self._members), return_exceptions=True
+        )
+        for member in self._members:
+            member.live = False
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
 
     def check_health(self) -> None:
         """Raises :class:`EngineDeadError` if no engine is live and none will be again.
 
         Engines found dead are replaced.
         """
-        self._raise_if_ended()
+        self._supervisor.check()
         for member in self._live():
             try:
                 member.engine.check_health()
             except EngineDeadError as error:
                 self._bury(member, member.life, error)
-        self._raise_if_ended()
 
     # ------------------------------------------------------------------ requests
     async def generate(
@@ -211,14 +185,15 @@ class EnginePool:
     ) -> Generation:
         """Samples one answer, by as many engines as it takes; cancelling aborts the request.
 
-        Args and errors are those of
+        Arguments and errors are those of
         :meth:`~torchrl_llm_async.engines.GenerationEngine.generate`. An answer that is taken up
         again has ``/1``, ``/2``, ... behind its ``request_id``, and the same ``seed``.
         """
         attempt = 0
         while True:
-            while (member := self._least_loaded(partial)) is None:
-                await self._news.wait()
+            self._supervisor.check(partial)
+            while (member := self._least_loaded()) is None:
+                await self._supervisor.news(partial)
             if attempt:
                 self.stats.resubmitted += 1
             life = member.life
@@ -245,11 +220,10 @@ class EnginePool:
                 member.requests -= 1
                 member.load -= left
                 if member.leaving:
-                    self._tell()
+                    self._supervisor.tell()
             attempt += 1
 
-    def _least_loaded(self, partial: Generation | None) -> _Member | None:
-        self._raise_if_ended(partial)
+    def _least_loaded(self) -> Member | None:
         candidates = [member for member in self._live() if not member.leaving]
         return min(candidates, key=lambda member: member.load, default=None)
 
@@ -266,22 +240,21 @@ class EnginePool:
                 is accepted by all.
             EngineDeadError: if no engine is left.
         """
-        self._raise_if_ended()
+        self._supervisor.check()
         newest = max(self._published)
         if version < newest:
             raise ValueError(f"version {version} after version {newest}: publish a later one")
         # Before anything is awaited, so that a replacement can't join without having seen it.
-        publication = self._published[version] = _Publication(version, Path(path))
-        self._tell()
+        publication = self._published[version] = Publication(version, Path(path))
+        self._supervisor.tell()
         async with self._switching:
             await self._all_live(
-                lambda member: self._switch(member, publication),
+                lambda member: member.switch(publication),
                 [member for member in self._live() if member.engine.version <= version],
             )
-            self._raise_if_ended()
+            self._supervisor.check()
             while not self._live() and not self._all_wait_for_a_publication():
-                await self._news.wait()
-                self._raise_if_ended()
+                await self._supervisor.news()
             asked = self._live() or self._members
             refusals = {m.name: m.refused[publication] for m in asked if publication in m.refused}
             if refusals:
@@ -304,39 +277,21 @@ class EnginePool:
 
     async def _set_paused(self, paused: bool) -> None:
         async with self._pausing:
-            self._raise_if_ended()
+            self._supervisor.check()
             self._paused = paused
-            await self._all_live(self._follow_pause, self._live())
-            self._raise_if_ended()
+            await self._all_live(lambda member: member.set_paused(paused), self._live())
+            self._supervisor.check()
 
     async def _all_live(
-        self, call: Callable[[_Member], Coroutine[Any, Any, None]], members: list[_Member]
+        self, call: Callable[[Member], Coroutine[None, None, None]], members: list[Member]
     ) -> None:
-        async def one(member: _Member, life: int) -> None:
+        async def one(member: Member, life: int) -> None:
             try:
                 await call(member)
             except EngineDeadError as error:
                 self._bury(member, life, error)
 
         await asyncio.gather(*(one(member, member.life) for member in members))
-
-    async def _switch(self, member: _Member, publication: _Publication) -> None:
-        """Gives an engine a publication, and notes whether it accepts it."""
-        try:
-            await member.engine.update_weights(publication.version, publication.path)
-        except WeightUpdateError as error:
-            member.refused[publication] = error
-            self._tell()
-        else:
-            member.serves = publication
-            member.refused = {
-                p: e for p, e in member.refused.items() if p.version > member.serves.version
-            }
-
-    async def _follow_pause(self, member: _Member) -> None:
-        paused = self._paused
-        await (member.engine.pause() if paused else member.engine.resume())
-        member.paused = paused
 
     # ------------------------------------------------------------------ joining and leaving
     async def add(self, engine: GenerationEngine) -> None:
@@ -349,25 +304,24 @@ class EnginePool:
 
         Raises:
             ValueError: if it is in the pool already, or has another ``max_model_len``.
-            RuntimeError: if it dies before it joins.
+            RuntimeError: if it does not start, or dies before it joins.
             EngineDeadError: if the pool has ended.
-            Exception: what its ``start`` raised.
         """
-        self._raise_if_ended()
+        self._supervisor.check()
         self._check_fits(engine)
         self._engines.append(engine)
-        self._members.append(member := self._new_member(engine))
+        member = self._enter(engine)
         try:
-            await engine.start()
+            await member.start()
             await self._join(member)
         except BaseException as error:
             self._engines.remove(engine)
-            self._members.remove(member)
+            self._dismiss(member, error)
             await engine.shutdown()
-            if isinstance(error, EngineDeadError) and self._ended is None:
-                error = RuntimeError(f"{member.name} died before it joined: {error}")
-            self._end_if_nobody_is_left(member.name, error)
-            raise error
+            if not isinstance(error, EngineDeadError):
+                raise
+            self._supervisor.check()
+            raise RuntimeError(f"{member.name} was not added, since {error}") from error
 
     async def remove(self, engine: GenerationEngine) -> None:
         """Lets an engine finish its requests and ends it; it gets no new ones.
@@ -378,7 +332,7 @@ class EnginePool:
             ValueError: if it is not in the pool, is joining or leaving, or is the last one.
             EngineDeadError: if the pool has ended.
         """
-        self._raise_if_ended()
+        self._supervisor.check()
         member = next((member for member in self._members if member.engine is engine), None)
         if member is None or member.leaving or not (member.live or member.replacement):
             raise ValueError(
@@ -392,19 +346,19 @@ class EnginePool:
             )
         member.leaving = True
         self._engines.remove(engine)
-        await asyncio.shield(self._spawn(self._depart(member), self._departures))
+        await asyncio.shield(self._supervisor.spawn(self._depart(member), lasting=True))
 
-    async def _depart(self, member: _Member) -> None:
+    async def _depart(self, member: Member) -> None:
         if member.replacement is not None:
             member.replacement.cancel()
             await asyncio.wait({member.replacement})
         while member.live and member.requests:
-            await self._news.wait()
+            await self._supervisor.news()
         await member.engine.shutdown()
         member.live = False
-        if member in self._members:  # else it was just given up
+        if member in self._members:  # else it has just been given up
             self._members.remove(member)
-        self._tell()
+        self._supervisor.tell()
         torchrl_logger.info(f"{member.name} left the pool")
 
     def _check_fits(self, engine: GenerationEngine) -> None:
@@ -417,171 +371,107 @@ class EnginePool:
                 "the same"
             )
 
-    def _new_member(self, engine: GenerationEngine, *, live: bool = False) -> _Member:
+    def _enter(self, engine: GenerationEngine) -> Member:
+        member = Member(engine, f"engine {self._named}")
         self._named += 1
-        return _Member(engine, f"engine {self._named - 1}", live)
+        self._members.append(member)
+        return member
 
     # ------------------------------------------------------------------ death and replacement
-    def _live(self) -> list[_Member]:
-        return [member for member in self._members if member.live]
-
-    def _bury(self, member: _Member, life: int, error: EngineDeadError) -> None:
+    def _bury(self, member: Member, life: int, error: EngineDeadError) -> None:
         """Takes note of a death, once, and sets its replacement going."""
-        if member.life != life or self._ended is not None:
+        if member.life != life or self._supervisor.ended is not None:
             return
         self._served = self.version  # while it still counts
-        member.live, member.refused = False, {}
-        member.life += 1
+        member.died()
         if not member.leaving:
-            member.replacement = self._spawn(self._replace(member, error), self._background)
-        self._tell()
+            member.replacement = self._supervisor.spawn(self._replace(member, error))
+        self._supervisor.tell()
 
-    async def _replace(self, member: _Member, reason: EngineDeadError) -> None:
+    async def _replace(self, member: Member, reason: EngineDeadError) -> None:
         """Starts a dead engine again, until it has joined or is given up."""
         while True:
             await member.engine.shutdown()
+            why = str(reason).partition("\n")[0]
             if member.restarts == self.max_restarts:
-                break
+                torchrl_logger.error(f"{member.name} is given up, since {why}")
+                self._dismiss(member, reason)
+                return
             member.restarts += 1
             self.stats.restarts += 1
             torchrl_logger.warning(
-                f"{member.name} died ({_first_line(reason)}); restart {member.restarts} of at "
-                f"most {self.max_restarts} without an answer"
+                f"{member.name} died: {why}; restart {member.restarts} of at most "
+                f"{self.max_restarts} without an answer"
             )
             try:
-                await self._start_again(member.engine)
+                await member.start()
                 await self._join(member)
                 return
             except EngineDeadError as error:
                 reason = error
-        torchrl_logger.error(f"{member.name} is given up ({_first_line(reason)})")
-        self._members.remove(member)
-        given_up = f"{member.name} died after {member.restarts} restarts without an answer"
-        self._end_if_nobody_is_left(given_up, reason)
-        self._tell()
 
-    async def _start_again(self, engine: GenerationEngine) -> None:
-        try:
-            await engine.start()
-        except Exception as error:
-            raise EngineDeadError(f"it does not start: {error}") from error
-
-    async def _join(self, member: _Member) -> None:
+    async def _join(self, member: Member) -> None:
         """Brings a started engine to where the pool is; only then do requests reach it.
 
         Between the last look at the pool's state and joining nothing is awaited.
         """
-        member.serves, member.refused, member.paused = _START, {}, False
         while True:
-            self._raise_if_ended()
-            publication = self._next_publication(member)
+            self._supervisor.check()
+            publication = member.first_choice(self._to_join_with())
             if publication is None:
-                await self._news.wait()
+                await self._supervisor.news()
             elif publication is not member.serves:
-                await self._switch(member, publication)
+                await member.switch(publication)
+                self._supervisor.tell()
             elif member.paused != self._paused:
-                await self._follow_pause(member)
+                await member.set_paused(self._paused)
             else:
                 break
         member.engine.check_health()
         member.live = True
-        self._tell()
+        self._supervisor.tell()
         torchrl_logger.info(f"{member.name} serves version {member.engine.version}")
 
-    def _next_publication(self, member: _Member) -> _Publication | None:
-        """What an engine that wants to join should serve; None if it has to wait for it.
+    def _to_join_with(self) -> list[Publication]:
+        """What a joining engine may serve, best first.
 
-        The newest publication. Only if no engine is live an older one that it has not refused,
-        yet none older than the last version served: nobody else would ever answer, and without
-        answers there may be no further publication.
+        The newest publication. Only if no engine is live also older ones, yet none older than the
+        last version served: nobody else would ever answer, and without answers there may be no
+        further publication.
         """
         versions = sorted((v for v in self._published if v >= self.version), reverse=True)
-        for version in versions[:1] if self._live() else versions:
-            if self._published[version] not in member.refused:
-                return self._published[version]
-        return None
+        return [self._published[v] for v in (versions[:1] if self._live() else versions)]
 
     def _all_wait_for_a_publication(self) -> bool:
-        return all(self._next_publication(member) is None for member in self._members)
+        choices = self._to_join_with()
+        return all(member.first_choice(choices) is None for member in self._members)
 
     async def _watch(self) -> None:
         """Notices engines that die while nobody talks to them, and a wait that has no end."""
         waited = 0.0
-        while True:
+        while waited < _PUBLICATION_GRACE_S:
             await asyncio.sleep(_HEARTBEAT_S)
             self.check_health()
             stuck = not self._live() and self._all_wait_for_a_publication()
             waited = waited + _HEARTBEAT_S if stuck else 0.0
-            if waited >= _PUBLICATION_GRACE_S:
-                name, reason = next((m.name, e) for m in self._members for e in m.refused.values())
-                self._end(
-                    EngineDeadError(
-                        f"no engine serves, and none can load weights of version {self.version} "
-                        f"or later, nor were others published for {waited:.0f} s "
-                        f"({name}: {reason})"
-                    ),
-                    reason,
-                )
-                return
-
-    # ------------------------------------------------------------------ the end
-    def _end_if_nobody_is_left(self, last: str, reason: BaseException) -> None:
-        if all(member.leaving for member in self._members):
-            self._end(EngineDeadError(f"no engine is left; of {last}: {reason!r}"), reason)
-
-    def _end(self, error: EngineDeadError, cause: BaseException | None = None) -> None:
-        """From now on everybody gets the error, and the engines end."""
-        if self._ended is not None:
-            return
-        error.__cause__ = cause
-        self._ended = error
-        for task in self._background - {asyncio.current_task()}:
-            task.cancel()
-        self._tell()
-        self._closing = asyncio.create_task(self._close())
-
-    async def _close(self) -> None:
-        """Ends all engines, so that the requests they still have end too."""
-        if self._background:
-            await asyncio.wait(self._background)
-        outcomes = await asyncio.gather(
-            *(member.engine.shutdown() for member in self._members), return_exceptions=True
+        name, reason = next((m.name, error) for m in self._members for error in m.refused.values())
+        self._supervisor.end(
+            EngineDeadError(
+                f"no engine serves, and none can load weights of version {self.version} or later, "
+                f"nor were others published for {waited:.0f} s ({name}: {reason})"
+            ),
+            reason,
         )
-        if self._departures:
-            await asyncio.wait(self._departures)
-        for member in self._members:
-            member.live = False
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
 
-    def _raise_if_ended(self, partial: Generation | None = None) -> None:
-        if self._ended is not None:
-            # Its own exception for everybody: each grows its own traceback.
-            raise EngineDeadError(str(self._ended), partial) from self._ended.__cause__
-
-    def _spawn(self, coroutine: Coroutine, tasks: set[asyncio.Task]) -> asyncio.Task:
-        """A task whose exception, which none should raise, ends the pool."""
-
-        def done(task: asyncio.Task) -> None:
-            tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self._end(EngineDeadError(f"the pool broke down: {error!r}"), error)
-
-        task = asyncio.create_task(coroutine)
-        tasks.add(task)
-        task.add_done_callback(done)
-        return task
-
-    def _tell(self) -> None:
-        """Wakes all who wait, to look at the pool's state again."""
-        self._news.set()
-        self._news.clear()
+    def _dismiss(self, member: Member, reason: BaseException) -> None:
+        """Forgets an engine that will not answer any more; without any left, the pool ends."""
+        self._members.remove(member)
+        if all(other.leaving for other in self._members):
+            self._supervisor.end(
+                EngineDeadError(f"no engine is left; {member.name} went last: {reason!r}"), reason
+            )
+        self._supervisor.tell()
 
 
 def _length(partial: Generation | None) -> int:
     return 0 if partial is None else len(partial.token_ids)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

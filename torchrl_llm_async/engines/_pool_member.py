@@ -1,0 +1,89 @@
+"""One engine of a pool: what the pool knows of it.
+
+Owns the bookkeeping of a single engine and the calls that change it. When to make them is the
+pool's affair (:mod:`torchrl_llm_async.engines.pool`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchrl_llm_async.engines.base import EngineDeadError, GenerationEngine, WeightUpdateError
+
+
+@dataclass(frozen=True, eq=False)
+class Publication:
+    """Weights as announced; without a path, those an engine starts with."""
+
+    version: int
+    path: Path | None
+
+
+START = Publication(0, None)
+
+
+@dataclass(eq=False)
+class Member:
+    """An engine of the pool, dead or alive.
+
+    Attributes:
+        live: it answers, and is told of weights and pauses.
+        leaving: it gets no new requests.
+        life: counts its deaths, to tell apart what is heard late of a former life.
+        restarts: since its last answer.
+        requests, load: those it works on, and the tokens they may still sample.
+        paused, serves, refused: of this life, as its engine said.
+        replacement: the task that starts it again.
+    """
+
+    engine: GenerationEngine
+    name: str
+    live: bool = False
+    leaving: bool = False
+    life: int = 0
+    restarts: int = 0
+    requests: int = 0
+    load: int = 0
+    paused: bool = False
+    serves: Publication = START
+    refused: dict[Publication, WeightUpdateError] = field(default_factory=dict)
+    replacement: asyncio.Task | None = None
+
+    async def start(self) -> None:
+        """Starts the engine.
+
+        Raises:
+            EngineDeadError: it does not start.
+        """
+        self.paused, self.serves, self.refused = False, START, {}
+        try:
+            await self.engine.start()
+        except Exception as error:
+            raise EngineDeadError(f"it does not start: {error}") from error
+
+    async def switch(self, publication: Publication) -> None:
+        """Gives it a publication, and notes whether it accepts it."""
+        try:
+            await self.engine.update_weights(publication.version, publication.path)
+        except WeightUpdateError as error:
+            self.refused[publication] = error
+        else:
+            self.serves = publication
+            version = publication.version
+            self.refused = {p: e for p, e in self.refused.items() if p.version > version}
+
+    async def set_paused(self, paused: bool) -> None:
+        """Pauses or resumes it."""
+        await (self.engine.pause() if paused else self.engine.resume())
+        self.paused = paused
+
+    def died(self) -> None:
+        """Ends this life."""
+        self.live, self.refused = False, {}
+        self.life += 1
+
+    def first_choice(self, publications: list[Publication]) -> Publication | None:
+        """The first publication that it has not refused."""
+        return next((p for p in publications if p not in self.refused), None)
