@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,8 +42,9 @@ class ScriptedEngine:
 
     Args:
         length: sampled tokens of an answer before the end token.
-        ticks: turns of the event loop an answer takes.
-        die_after: answers after which it is dead.
+        ticks: turns of the event loop a token takes.
+        die_after: answers after which it is dead, for good.
+        die_once_at: answers after which it dies in the middle of the next; started again it lives.
         refuse: versions whose weights it refuses.
     """
 
@@ -54,43 +56,64 @@ class ScriptedEngine:
         length: int = 2,
         ticks: int = 1,
         die_after: int | None = None,
+        die_once_at: int | None = None,
         refuse: tuple[int, ...] = (),
     ):
-        self.length, self.ticks, self.die_after, self.refuse = length, ticks, die_after, refuse
-        self._version = 0
+        self.length, self.ticks, self.refuse = length, ticks, refuse
+        self.die_after, self.die_once_at = die_after, die_once_at
         self._answers = 0
+        self._alive = False
 
     async def start(self) -> None:
-        pass
+        self._version = 0
+        self._alive = True
+        self._running = asyncio.Event()
+        self._running.set()
 
-    async def generate(self, prompt_ids, sampling, *, request_id, seed=None) -> Generation:
-        versions = []
-        for _ in range(self.length + 1):
+    async def generate(
+        self, prompt_ids, sampling, *, request_id, seed=None, partial=None
+    ) -> Generation:
+        self.check_health()
+        tokens = ([20] * self.length + [EOS])[: sampling.max_new_tokens]
+        answer = partial or Generation([], [], [], "abort")
+        for token in tokens[len(answer.token_ids) :]:
             for _ in range(self.ticks):
                 await asyncio.sleep(0)
-            versions.append(self._version)
+                await self._running.wait()
+            due = self.die_once_at is not None and self._answers >= self.die_once_at
+            if due and len(answer.token_ids) == 1:
+                self._alive, self.die_once_at = False, None
+            if not self._alive:
+                raise EngineDeadError("the engine died, as told", answer)
+            answer = answer.followed_by(Generation([token], [-0.5], [self._version], "abort"))
         self._answers += 1
         if self.die_after is not None and self._answers > self.die_after:
+            self._alive = False
             raise EngineDeadError("the engine died, as told")
-        tokens = ([20] * self.length + [EOS])[: sampling.max_new_tokens]
-        reason = "stop" if tokens[-1] == EOS else "length"
-        size = len(tokens)
-        return Generation(tokens, [-0.5] * size, versions[:size], reason)
+        return replace(answer, finish_reason="stop" if tokens[-1] == EOS else "length")
 
     async def update_weights(self, version: int, path: Path) -> None:
+        self.check_health()
         if version in self.refuse:
             raise WeightUpdateError(f"version {version} refused, as told")
         self._version = version
+
+    async def pause(self) -> None:
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self._running.set()
 
     @property
     def version(self) -> int:
         return self._version
 
     def check_health(self) -> None:
-        pass
+        if not self._alive:
+            raise EngineDeadError("the engine died, as told")
 
     async def shutdown(self) -> None:
-        pass
+        self._alive = False
 
 
 class ScriptedEnv(EnvBase):
@@ -99,16 +122,18 @@ class ScriptedEnv(EnvBase):
     Args:
         turns: answers until it terminates.
         problems: number of resets after which it raises StopIteration.
-        crash_at, hang_at, kill_at: number of the problem whose reward raises, never comes, or
-            kills the process.
+        crash_at, hang_at: numbers of the problems whose reward raises, or never comes.
+        crash_turn: the turn in which it raises, counted from 1.
+        kill_at: number of the problem whose reward kills the process.
 
     The reward is 0 if the environment that scores has another seed than the one that asked.
     """
 
-    def __init__(self, turns=1, problems=None, crash_at=None, hang_at=None, kill_at=None):
+    def __init__(self, turns=1, problems=None, crash_at=(), crash_turn=1, hang_at=(), kill_at=None):
         super().__init__(batch_size=())
         self.problems, self.seed = problems, 0
-        self.turns, self.crash_at, self.hang_at, self.kill_at = turns, crash_at, hang_at, kill_at
+        self.turns, self.crash_at, self.crash_turn = turns, crash_at, crash_turn
+        self.hang_at, self.kill_at = hang_at, kill_at
         self._next = 0
         self.observation_spec = Composite(
             {
@@ -125,16 +150,16 @@ class ScriptedEnv(EnvBase):
 
     def _reset(self, tensordict=None, **kwargs):
         number, self._next = self._next, self._next + 1
-        if number == self.problems:
+        if self.problems is not None and number >= self.problems:
             raise StopIteration
         out = TensorDict({"number": number, "turn": 0, "seed": self.seed})
         return out.set(("text", "prompt"), f"{number}?")
 
     def _step(self, tensordict):
         number, turn = int(tensordict["number"]), int(tensordict["turn"]) + 1
-        if number == self.crash_at:
+        if number in self.crash_at and turn == self.crash_turn:
             raise ZeroDivisionError("the reward crashed, as told")
-        if number == self.hang_at:
+        if number in self.hang_at:
             threading.Event().wait()
         if number == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -6,13 +6,20 @@ import functools
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from scripted import EOS, ScriptedEngine, ScriptedEnv, save_tokenizer
 
 from torchrl_llm_async.collectors import AsyncLLMCollector, RemoteTraceback
-from torchrl_llm_async.data import StalenessReplayBuffer
-from torchrl_llm_async.engines import EngineDeadError, SamplingConfig, WeightUpdateError
+from torchrl_llm_async.collectors.env_pool import EpisodeError
+from torchrl_llm_async.data import RejectEqualRewards, StalenessReplayBuffer
+from torchrl_llm_async.engines import (
+    EngineDeadError,
+    EnginePool,
+    SamplingConfig,
+    WeightUpdateError,
+)
 
 GROUP_SIZE, GROUPS_PER_STEP = 3, 2
 
@@ -52,10 +59,8 @@ def make_buffer(max_staleness=1):
 
 
 def test_rows_hold_what_was_sampled(make_collector):
-    group = next(iter(make_collector()))
-    assert group.batch_size == (GROUP_SIZE,)
-    row = group[1]
-    assert row["group", "id"] == 0 and row["group", "index"] == 1
+    (row,) = (group[1] for group in make_collector() if group[0]["group", "id"] == 0)
+    assert row["group", "index"] == 1
     prompt = row["tokens", "prompt"].tolist()
     assert row["tokens", "full"].tolist() == [*prompt, 20, 20, EOS]
     assert row["tokens", "response"].tolist() == [20, 20, EOS]
@@ -97,7 +102,7 @@ def test_a_conversation_that_fills_the_context_is_truncated(make_collector):
     env = functools.partial(ScriptedEnv, turns=100)
     row = next(iter(make_collector(env, max_turns=100)))[0]
     assert row["next", "truncated"].all()
-    assert len(row["tokens", "full"]) == len(row["masks", "all_assistant_mask"]) >= 128
+    assert len(row["tokens", "full"]) == len(row["masks", "all_assistant_mask"]) <= 128
 
 
 @pytest.mark.inv7
@@ -154,37 +159,229 @@ def test_finished_samples_are_dumped_as_json_lines(make_collector, tmp_path):
     groups = list(make_collector(dump_path=path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == len(groups) * GROUP_SIZE
-    assert lines[0] == {
+    first = min(lines, key=lambda line: (line["group"], line["index"]))
+    assert first == {
         "group": 0, "index": 0, "start_version": 0, "prompt": "0?", "response": "22",
-        "reward": 1.0, "truncated": False, "versions": [0, 0, 0], "log_probs": [-0.5] * 3,
+        "reward": 1.0, "truncated": False, "ended_by": "environment",
+        "versions": [0, 0, 0], "log_probs": [-0.5] * 3,
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------- nobody waits in silence
+# ---------------------------------------------------------------------- failures
+ALL = range(10**9)
+
+
+def run_all_steps(collector, buffer, steps=2):
+    """Trains on nothing, ``steps`` times; returns all rows."""
+    collector.start()
+    batches = []
+    for step in range(steps):
+        batches.append(buffer.sample(timeout=60))
+        collector.update_policy_weights_("unread", version=step + 1)
+    return [row for batch in batches for row in batch]
+
+
+def assert_the_books_add_up(stats, *, rejected):
+    states = [stats[state] for state in ("running", "accepted", "rejected", "dropped")]
+    assert stats["submitted"] == sum(states)
+    assert (stats["running"], stats["rejected"], stats["dropped"]) == (0, rejected, 0)
+
+
+@pytest.mark.inv4
+@pytest.mark.inv7
+@pytest.mark.parametrize(
+    ("env", "options", "reason"),
+    [
+        (dict(crash_at={1, 3}), {}, "environment failed"),
+        (dict(crash_at={1, 3}, crash_turn=3, turns=4), dict(max_turns=9), "environment failed"),
+        (dict(hang_at={1, 3}), dict(step_timeout=0.2), "environment timed out"),
+    ],
+    ids=["reward", "third turn", "hang"],
+)
+def test_a_group_that_fails_is_replaced_and_counted(make_collector, env, options, reason):
+    buffer = make_buffer()
+    collector = make_collector(
+        functools.partial(ScriptedEnv, **env), replay_buffer=buffer, **options
+    )
+    rows = run_all_steps(collector, buffer)
+    assert {int(row["group", "id"]) for row in rows} == {0, 2, 4, 5}
+    assert all(row["next", "reward"] > 0 for row in rows)
+    stats = collector.stats()
+    assert_the_books_add_up(stats, rejected=2)
+    assert stats[f"rejected/{reason}"] == 2
+    assert stats["env_retries"] >= (0 if reason == "environment timed out" else 2)
+    assert buffer.stats()["groups_retracted"] == 2
+
+
 @pytest.mark.inv5
 @pytest.mark.inv7
 @pytest.mark.parametrize("host", ["thread", "process"])
-def test_a_crashing_reward_reaches_the_trainer_with_its_traceback(make_collector, host):
+def test_failures_in_a_row_reach_the_trainer_with_their_traceback(make_collector, host):
     buffer = make_buffer()
-    env = functools.partial(ScriptedEnv, crash_at=1)
-    make_collector(env, replay_buffer=buffer, host=host).start()
+    env = functools.partial(ScriptedEnv, crash_at=ALL)
+    make_collector(env, replay_buffer=buffer, host=host, max_failures=3).start()
     with pytest.raises(ZeroDivisionError, match="as told") as error:
         buffer.sample(timeout=60)
     assert isinstance(error.value.__cause__, RemoteTraceback)
     assert "scripted.py" in str(error.value.__cause__)
+    assert "3 problems in a row failed" in error.value.__notes__[0]
 
 
 @pytest.mark.inv5
 @pytest.mark.inv7
-def test_a_hanging_reward_is_an_error_in_time(make_collector):
+def test_rewards_that_never_come_are_an_error_in_time(make_collector):
     buffer = make_buffer()
-    env = functools.partial(ScriptedEnv, hang_at=1)
-    # In a process of its own, whose end does not wait for the hanging thread.
-    make_collector(env, replay_buffer=buffer, host="process", step_timeout=1.0).start()
-    with pytest.raises(TimeoutError, match=r"longer than 1.0 s .*collector.step_timeout"):
+    env = functools.partial(ScriptedEnv, hang_at=ALL)
+    make_collector(env, replay_buffer=buffer, step_timeout=0.1, max_failures=2).start()
+    with pytest.raises(TimeoutError, match=r"longer than 0.1 s .*collector.step_timeout"):
         buffer.sample(timeout=60)
 
 
+def test_a_reset_that_fails_is_skipped(make_collector):
+    class Shy(ScriptedEnv):
+        def _reset(self, tensordict=None, **kwargs):
+            out = super()._reset(tensordict, **kwargs)
+            if int(out["number"]) in (1, 2):
+                raise ZeroDivisionError("no problem, as told")
+            return out
+
+    groups = list(make_collector(Shy))
+    assert {group[0]["text", "prompt"] for group in groups} == {"0?", "3?", "4?", "5?"}
+
+
+@pytest.mark.inv4
+def test_a_problem_that_fills_the_context_is_rejected(make_collector):
+    class Verbose(ScriptedEnv):
+        def _reset(self, tensordict=None, **kwargs):
+            out = super()._reset(tensordict, **kwargs)
+            if int(out["number"]) == 1:
+                out["text", "prompt"] = "x" * 128
+            return out
+
+    buffer = make_buffer()
+    collector = make_collector(Verbose, replay_buffer=buffer)
+    run_all_steps(collector, buffer)
+    assert_the_books_add_up(collector.stats(), rejected=1)
+    assert collector.stats()["rejected/prompt too long"] == 1
+
+
+@pytest.mark.inv7
+def test_an_environment_without_a_reward_is_an_error(make_collector):
+    class Free(ScriptedEnv):
+        def _step(self, tensordict):
+            return super()._step(tensordict).exclude("reward")
+
+        def step(self, tensordict):
+            return tensordict.set("next", self._step(tensordict))
+
+    buffer = make_buffer()
+    make_collector(Free, replay_buffer=buffer, max_failures=1).start()
+    with pytest.raises(EpisodeError, match="gave no 'reward'"):
+        buffer.sample(timeout=30)
+
+
+class Lucky(ScriptedEnv):
+    """Rewards the first answer to odd problems more."""
+
+    answers = 0
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        Lucky.answers += 1
+        bonus = float(Lucky.answers % GROUP_SIZE) if int(out["number"]) % 2 else 0.0
+        return out.set("reward", out["reward"] + bonus)
+
+
+@pytest.mark.inv4
+def test_groups_that_the_filter_rejects_are_replaced_and_counted(make_collector):
+    buffer = make_buffer()
+    collector = make_collector(
+        Lucky, replay_buffer=buffer, group_filter=RejectEqualRewards(), env_workers=1
+    )
+    rows = run_all_steps(collector, buffer)
+    assert all(int(row["group", "id"]) % 2 for row in rows)
+    rejected = int(collector.stats()["rejected"])
+    assert collector.stats()["rejected/equal rewards"] == rejected >= 3
+    assert collector.stats()["rejected_tokens"] == rejected * GROUP_SIZE * 3
+    assert_the_books_add_up(collector.stats(), rejected=rejected)
+
+
+@pytest.mark.inv5
+def test_rejecting_without_end_stops_with_that_reason(make_collector):
+    buffer = make_buffer()
+    make_collector(
+        replay_buffer=buffer, group_filter=RejectEqualRewards(), max_rejections=5
+    ).start()
+    with pytest.raises(RuntimeError, match=r"5 groups in a row were rejected \(5 x equal rewards"):
+        buffer.sample(timeout=30)
+
+
+@pytest.mark.inv2
+def test_an_engine_that_dies_is_replaced_and_its_answers_are_taken_up(make_collector):
+    buffer = make_buffer()
+    collector = make_collector(engine=ScriptedEngine(die_once_at=4), replay_buffer=buffer)
+    rows = run_all_steps(collector, buffer)
+    for row in rows:
+        assert row["tokens", "response"].tolist() == [20, 20, EOS]
+        versions = row["policy_version", "full"][-3:]
+        assert (versions >= row["group", "start_version"]).all()
+    stats = collector.stats()
+    assert stats["engine_restarts"] == 1 and stats["resubmitted"] >= 1
+    assert_the_books_add_up(stats, rejected=0)
+
+
+# ---------------------------------------------------------------------- while it runs
+@pytest.mark.inv3
+def test_refused_weights_are_repaired_by_the_next(make_collector):
+    buffer = make_buffer()
+    collector = make_collector(
+        engine=ScriptedEngine(refuse=(1,)), replay_buffer=buffer, total_steps=4
+    )
+    rows = run_all_steps(collector, buffer, steps=4)
+    served = {int(version) for row in rows for version in row["policy_version", "full"]}
+    assert 1 not in served and 2 in served
+    assert collector.stats()["weight_updates_refused"] == 1
+
+
+@pytest.mark.inv3
+@pytest.mark.inv5
+def test_refused_weights_raise_at_the_bound(make_collector):
+    buffer = make_buffer()
+    collector = make_collector(
+        engine=ScriptedEngine(refuse=(1, 2)), replay_buffer=buffer, total_steps=4
+    )
+    with pytest.raises(WeightUpdateError, match="version 2 refused, as told"):
+        run_all_steps(collector, buffer, steps=3)
+
+
+def test_pausing_stops_generation_and_resuming_goes_on(make_collector):
+    collector = make_collector(engine=ScriptedEngine(ticks=20), total_steps=None)
+    groups = iter(collector)
+    next(groups)
+    with collector.pause():
+        before = collector.stats()
+        collector.update_policy_weights_("unread", version=1)
+        while collector.policy_version == 0:  # The switch goes through.
+            time.sleep(0.01)
+        assert collector.stats()["submitted"] <= before["submitted"] + 1
+    versions = [next(groups)["policy_version", "full"].max() for _ in range(5)]
+    assert max(versions) == 1
+
+
+def test_engines_join_and_leave_while_it_runs(make_collector):
+    collector = make_collector(engine=EnginePool([ScriptedEngine(ticks=5)]), total_steps=None)
+    groups = iter(collector)
+    next(groups)
+    collector.update_policy_weights_("unread", version=1)
+    collector.add_engine(ScriptedEngine(ticks=5)).result(30)
+    collector.remove_engine(0).result(30)
+    versions = [next(groups)["policy_version", "full"].max() for _ in range(5)]
+    assert max(versions) == 1
+    with pytest.raises(ValueError):
+        collector.remove_engine(0).result(30)
+
+
+# ---------------------------------------------------------------------- nobody waits in silence
 @pytest.mark.inv5
 def test_an_environment_without_further_problems_is_an_error(make_collector):
     buffer = make_buffer()
@@ -241,18 +438,6 @@ def test_a_killed_collector_process_reaches_the_trainer(make_collector):
         buffer.sample(timeout=60)
     with pytest.raises(RuntimeError, match="died"):
         collector.evaluate()
-
-
-@pytest.mark.inv3
-def test_refused_weights_reach_the_trainer(make_collector):
-    buffer = make_buffer()
-    collector = make_collector(engine=ScriptedEngine(refuse=(1,)), replay_buffer=buffer)
-    collector.start()
-    buffer.sample(timeout=30)
-    collector.update_policy_weights_("unread", version=1)
-    with pytest.raises(WeightUpdateError, match="as told"):
-        for _ in range(2):
-            buffer.sample(timeout=30)
 
 
 def test_what_cannot_be_is_refused_at_once(make_collector):

@@ -7,6 +7,7 @@ replay buffer (or to whoever iterates), telling the engine of new weights. The l
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import multiprocessing.process
@@ -15,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -27,10 +29,15 @@ from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 
 from torchrl_llm_async.collectors import host as _host
-from torchrl_llm_async.collectors.rollouts import Evaluation, RolloutConfig, RolloutStats
+from torchrl_llm_async.collectors.rollouts import (
+    Evaluation,
+    GroupFilter,
+    RolloutConfig,
+    RolloutStats,
+)
 from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
 from torchrl_llm_async.data.trajectory import stack_group
-from torchrl_llm_async.engines import GenerationEngine, SamplingConfig
+from torchrl_llm_async.engines import EnginePool, GenerationEngine, SamplingConfig
 from torchrl_llm_async.staleness import check_bounds
 
 _STOP_SECONDS = 8.0
@@ -43,14 +50,18 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _end_process(
-    connection: Connection, process: multiprocessing.process.BaseProcess, timeout: float
-) -> None:
-    """Asks the host to stop, and kills it if it has not by then."""
+def _tell_to_stop(connection: Connection) -> None:
     try:
         connection.send(("stop",))
     except OSError:
         torchrl_logger.debug("the collector's host had ended before it was told to")
+
+
+def _end_process(
+    connection: Connection, process: multiprocessing.process.BaseProcess, timeout: float
+) -> None:
+    """Asks the host to stop, and kills it if it has not by then."""
+    _tell_to_stop(connection)
     process.join(timeout)
     if process.is_alive():
         process.kill()
@@ -69,7 +80,9 @@ class AsyncLLMCollector(BaseCollector):
             lives in its tensordict (as :class:`~torchrl.envs.llm.ChatEnv` and
             :class:`~torchrl_llm_async.envs.ReasoningGymEnv` do): the trajectories of a group are
             stepped from copies of one reset. Must be picklable if ``host="process"``.
-        engine: an engine that has not been started.
+        engine: an engine that has not been started, or an
+            :class:`~torchrl_llm_async.engines.EnginePool` of several. One that dies is started
+            again, and its answers are taken up where they broke off.
         tokenizer: path or name of the policy's Hugging Face tokenizer.
         sampling: how answers are sampled.
         group_size: trajectories per prompt, K.
@@ -86,6 +99,14 @@ class AsyncLLMCollector(BaseCollector):
         max_turns: turns after which a conversation is cut and marked truncated.
         env_workers: threads in which environments are stepped.
         step_timeout: seconds one environment step (rewards and tools included) may take.
+        step_retries: how often a step that failed is tried again. If the last try fails its group
+            is rejected and counted, and another admitted in its place; it is never scored 0.
+        max_failures: groups in a row that may fail in this way; then the error met ends the
+            collector.
+        max_rejections: groups in a row that may be rejected for whatever reason, before the
+            collector ends with an error that says so.
+        group_filter: called with a complete group's :class:`~torchrl_llm_async.data.Trajectory` s;
+            returns why to reject it, or None. Must be picklable if ``host="process"``.
         seed: seeds the prompts and every request.
         create_eval_env_fn, eval_problems: the held-out problems of :meth:`evaluate`.
         dump_path: JSON lines file that every finished sample is appended to.
@@ -123,6 +144,10 @@ class AsyncLLMCollector(BaseCollector):
         max_turns: int = 1,
         env_workers: int = 2,
         step_timeout: float = 60.0,
+        step_retries: int = 1,
+        max_failures: int = 8,
+        max_rejections: int = 256,
+        group_filter: GroupFilter | None = None,
         seed: int = 0,
         create_eval_env_fn: Callable[[], EnvBase] | None = None,
         eval_problems: int = 0,
@@ -137,11 +162,15 @@ class AsyncLLMCollector(BaseCollector):
             ("max_concurrent_groups", max_concurrent_groups),
             ("max_turns", max_turns),
             ("env_workers", env_workers),
+            ("max_failures", max_failures),
+            ("max_rejections", max_rejections),
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if step_timeout <= 0:
             raise ValueError(f"step_timeout is {step_timeout}; it must be a number of seconds")
+        if step_retries < 0:
+            raise ValueError(f"step_retries is {step_retries}; it must be 0 (none) or more")
         if host not in ("process", "thread"):
             raise ValueError(f"host is {host!r}; it must be 'process' or 'thread'")
         check_bounds(groups_per_step, max_staleness)
@@ -157,19 +186,23 @@ class AsyncLLMCollector(BaseCollector):
             max_turns=max_turns,
             env_workers=env_workers,
             step_timeout=step_timeout,
+            step_retries=step_retries,
+            max_failures=max_failures,
+            max_rejections=max_rejections,
+            group_filter=group_filter,
             seed=seed,
             make_eval_env=create_eval_env_fn,
             eval_problems=eval_problems,
             dump_path=None if dump_path is None else Path(dump_path),
             log_path=None if log_path is None else Path(log_path),
         )
-        self._engine = engine
+        self._engine = engine if isinstance(engine, EnginePool) else EnginePool([engine])
         self.replay_buffer = replay_buffer
         self._host_kind = host
         self._host: threading.Thread | multiprocessing.process.BaseProcess | None = None
         self._groups: queue.SimpleQueue = queue.SimpleQueue()
         self._ready: Future = Future()
-        self._evaluations: dict[int, Future] = {}
+        self._asked: dict[int, Future] = {}
         self._tags = itertools.count()
         self._error: BaseException | None = None
         self._stats = RolloutStats()
@@ -230,8 +263,7 @@ class AsyncLLMCollector(BaseCollector):
             self._finalizer.cancel()
             _end_process(self._connection, self._host, timeout)
         else:
-            if self._host.is_alive():
-                self._connection.send(("stop",))
+            _tell_to_stop(self._connection)
             self._host.join(timeout)
             if self._host.is_alive():
                 raise TimeoutError(f"the collector's thread has not ended after {timeout} s")
@@ -292,8 +324,15 @@ class AsyncLLMCollector(BaseCollector):
                     self._groups.put(rows)
             case ("served", version, stats):
                 self._served_version, self._stats = version, stats
-            case ("evaluation", tag, evaluation):
-                self._evaluations.pop(tag).set_result(evaluation)
+            case ("rejected", group_id, reason, stats):
+                self._stats = stats
+                if self.replay_buffer is not None:
+                    self.replay_buffer.retract(group_id, reason)
+            case ("answer", tag, value):
+                self._asked.pop(tag).set_result(value)
+            case ("failed", tag, error, text):
+                error.__cause__ = RemoteTraceback(text)
+                self._asked.pop(tag).set_exception(error)
             case ("stopped",):
                 return False
             case ("error", error, text):
@@ -308,7 +347,7 @@ class AsyncLLMCollector(BaseCollector):
         self._groups.put(error)
         if self.replay_buffer is not None:
             self.replay_buffer.fail(error)
-        for future in (self._ready, *self._evaluations.values()):
+        for future in (self._ready, *self._asked.values()):
             if not future.done():
                 future.set_exception(error)
 
@@ -332,9 +371,42 @@ class AsyncLLMCollector(BaseCollector):
 
         Returns at once. Rollouts go on; later weights are switched to after the evaluation.
         """
+        return self._ask("evaluate")
+
+    # ------------------------------------------------------------------ while it runs
+    def pause(self) -> AbstractContextManager:
+        """Stops generation at the next token boundary and admits nothing, until :meth:`resume`.
+
+        What is in flight stays as it is; weights may be updated meanwhile.
+
+        Returns:
+            A context manager that resumes when it is left.
+
+        Examples:
+            >>> with collector.pause():
+            ...     collector.stats()["running"]
+        """
+        self._ask("pause").result()
+        stack = contextlib.ExitStack()
+        stack.callback(self.resume)
+        return stack
+
+    def resume(self) -> None:
+        """Goes on after :meth:`pause`."""
+        self._ask("resume").result()
+
+    def add_engine(self, engine: GenerationEngine) -> Future[None]:
+        """Starts a further engine, which joins once it serves the newest weights."""
+        return self._ask("add_engine", engine)
+
+    def remove_engine(self, index: int = -1) -> Future[None]:
+        """Lets one of the live engines finish what it has begun, then ends it."""
+        return self._ask("remove_engine", index)
+
+    def _ask(self, what: str, *arguments: object) -> Future:
         tag, future = next(self._tags), Future()
-        self._evaluations[tag] = future
-        self._command("evaluate", tag)
+        self._asked[tag] = future
+        self._command(what, tag, *arguments)
         return future
 
     def _command(self, *message: object) -> None:
@@ -353,8 +425,18 @@ class AsyncLLMCollector(BaseCollector):
 
     # ------------------------------------------------------------------ the rest of the interface
     def stats(self) -> dict[str, int | float | bool]:
-        """Counters since the start, as of the last finished group or weight switch."""
-        return {**vars(self._stats), "policy_version": self._served_version}
+        """Counters since the start, as of the last group or weight switch heard of.
+
+        Those of :class:`.RolloutStats`, with rejected groups by reason as ``"rejected/<reason>"``,
+        and ``"policy_version"``.
+        """
+        totals = dict(vars(self._stats))
+        reasons = totals.pop("reasons")
+        return {
+            **totals,
+            **{f"rejected/{reason}": count for reason, count in reasons.items()},
+            "policy_version": self._served_version,
+        }
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds prompts and requests; before :meth:`start` only."""

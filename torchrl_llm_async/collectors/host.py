@@ -4,10 +4,13 @@ Owns the messages between the two sides and the rule that nobody waits in silenc
 the loop reaches the other side as an exception with its traceback, and a side that dies is noticed
 by the end of the pipe. Owns no rollout logic.
 
-Messages down: ``("weights", version, path)``, ``("evaluate", tag)``, ``("stop",)``.
+Messages down: ``("weights", version, path)`` and ``("evaluate", tag)``, carried out in their order;
+``("pause", tag)``, ``("resume", tag)``, ``("add_engine", tag, engine)``,
+``("remove_engine", tag, index)`` and ``("stop",)``, which don't wait for those.
 Messages up: ``("ready", version)``, ``("admitted", group_id, start_version)``,
-``("group", trajectories, stats)``, ``("served", version, stats)``,
-``("evaluation", tag, evaluation)``, ``("stopped",)``, ``("error", exception, traceback)``.
+``("group", trajectories, stats)``, ``("rejected", group_id, reason, stats)``,
+``("served", version, stats)``, ``("answer", tag, value)``, ``("failed", tag, exception,
+traceback)``, ``("stopped",)``, ``("error", exception, traceback)``.
 """
 
 from __future__ import annotations
@@ -17,15 +20,16 @@ import os
 import pickle
 import signal
 import traceback
+from collections.abc import Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.collectors.rollouts import RolloutConfig, Rollouts
-from torchrl_llm_async.engines import GenerationEngine
+from torchrl_llm_async.engines import EngineDeadError, EnginePool
 
 
-def run_in_process(connection: Connection, config: RolloutConfig, engine: GenerationEngine) -> None:
+def run_in_process(connection: Connection, config: RolloutConfig, engine: EnginePool) -> None:
     """Target of the collector's own process."""
     die_with_parent()
     if config.log_path is not None:
@@ -37,7 +41,7 @@ def run_in_process(connection: Connection, config: RolloutConfig, engine: Genera
     os._exit(0)
 
 
-def run(connection: Connection, config: RolloutConfig, engine: GenerationEngine) -> None:
+def run(connection: Connection, config: RolloutConfig, engine: EnginePool) -> None:
     """Serves one collector until it is told to stop or its pipe ends."""
     try:
         asyncio.run(_serve(connection, config, engine))
@@ -45,7 +49,7 @@ def run(connection: Connection, config: RolloutConfig, engine: GenerationEngine)
     except BrokenPipeError:
         pass  # The other side is gone: nobody is left to tell.
     except BaseException as error:
-        connection.send(_as_message(error))
+        connection.send(("error", *_portable(error)))
     finally:
         connection.close()
 
@@ -54,7 +58,7 @@ class _Stop(Exception):
     """Ends the tasks of a collector that was told to stop."""
 
 
-async def _serve(connection: Connection, config: RolloutConfig, engine: GenerationEngine) -> None:
+async def _serve(connection: Connection, config: RolloutConfig, engine: EnginePool) -> None:
     # First the engine: while this process has no threads it may fork its core (seconds saved).
     await engine.start()
     rollouts = None
@@ -72,7 +76,8 @@ async def _serve(connection: Connection, config: RolloutConfig, engine: Generati
 
 
 async def _work_until_told_to_stop(connection: Connection, rollouts: Rollouts) -> None:
-    inbox: asyncio.Queue = asyncio.Queue()
+    in_order: asyncio.Queue = asyncio.Queue()
+    at_once: asyncio.Queue = asyncio.Queue()
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     descriptor = connection.fileno()
@@ -85,8 +90,10 @@ async def _work_until_told_to_stop(connection: Connection, rollouts: Rollouts) -
         if message == ("stop",):
             loop.remove_reader(descriptor)
             stopped.set()
+        elif message[0] in ("weights", "evaluate"):
+            in_order.put_nowait(message)
         else:
-            inbox.put_nowait(message)
+            at_once.put_nowait(message)
 
     async def stop() -> None:
         await stopped.wait()
@@ -97,34 +104,60 @@ async def _work_until_told_to_stop(connection: Connection, rollouts: Rollouts) -
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stop())
             tasks.create_task(rollouts.continuous_rollouts())
-            tasks.create_task(_obey(inbox, connection, rollouts, tasks))
+            tasks.create_task(_switch_and_evaluate(in_order, connection, rollouts, tasks))
+            tasks.create_task(_control(at_once, connection, rollouts, tasks))
     except* _Stop:
         pass
     finally:
         loop.remove_reader(descriptor)
 
 
-async def _obey(
+async def _switch_and_evaluate(
     inbox: asyncio.Queue, connection: Connection, rollouts: Rollouts, tasks: asyncio.TaskGroup
 ) -> None:
-    """Carries out the other side's commands, in order."""
-
     async def evaluate(tag: int) -> None:
         try:
-            evaluation = await rollouts.evaluate()
+            await _answer(connection, tag, rollouts.evaluate())
         finally:
             rollouts.weights.release()
-        connection.send(("evaluation", tag, evaluation))
 
     while True:
         match await inbox.get():
             case ("weights", version, path):
-                await rollouts.update_weights(version, path)
-                connection.send(("served", version, rollouts.snapshot()))
+                if await rollouts.update_weights(version, path):
+                    connection.send(("served", version, rollouts.snapshot()))
             case ("evaluate", tag):
                 # Rollouts go on meanwhile; a later switch waits.
                 await rollouts.weights.acquire()
                 tasks.create_task(evaluate(tag))
+
+
+async def _control(
+    inbox: asyncio.Queue, connection: Connection, rollouts: Rollouts, tasks: asyncio.TaskGroup
+) -> None:
+    engines = rollouts.engine
+    while True:
+        match await inbox.get():
+            case ("pause", tag):
+                await _answer(connection, tag, rollouts.pause())
+            case ("resume", tag):
+                await _answer(connection, tag, rollouts.resume())
+            case ("add_engine", tag, engine):
+                tasks.create_task(_answer(connection, tag, engines.add(engine)))
+            case ("remove_engine", tag, index):
+                tasks.create_task(_answer(connection, tag, engines.remove(engines.engines[index])))
+
+
+async def _answer(connection: Connection, tag: int, coroutine: Coroutine) -> None:
+    """Carries out what was asked; whoever asked gets the result, or the exception."""
+    try:
+        value = await coroutine
+    except EngineDeadError:
+        raise  # Nothing can go on.
+    except Exception as error:
+        connection.send(("failed", tag, *_portable(error)))
+    else:
+        connection.send(("answer", tag, value))
 
 
 def _print_to(path: Path) -> None:
@@ -136,7 +169,8 @@ def _print_to(path: Path) -> None:
     os.close(log)
 
 
-def _as_message(error: BaseException) -> tuple:
+def _portable(error: BaseException) -> tuple[Exception, str]:
+    """The first of a group of errors, such that it can be pickled, and its traceback."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = "".join(traceback.format_exception(error))
@@ -146,4 +180,4 @@ def _as_message(error: BaseException) -> tuple:
         pickle.loads(pickle.dumps(error))
     except Exception as unpicklable:
         error = RuntimeError(f"{type(error).__name__}: {error} (not picklable: {unpicklable})")
-    return ("error", error, text)
+    return error, text

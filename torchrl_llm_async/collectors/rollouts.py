@@ -1,38 +1,38 @@
 """The collector's loop: prompts in, finished groups out, generation never waiting for training.
 
-Owns one coroutine per trajectory, the assembly of groups, the bounded pool in which environments
-are stepped, and the order of weight switches and evaluations. Admission is the
-:class:`~torchrl_llm_async.staleness.StalenessController`'s, sampling the engine's, transport the
-host's (:mod:`.host`).
+Owns the admission loop, the assembly of groups, what becomes of those that fail, and the order of
+weight switches and evaluations. How many may be admitted is the
+:class:`~torchrl_llm_async.staleness.StalenessController`'s affair, a single trajectory
+:mod:`.episode`'s, environments and their threads :mod:`.env_pool`'s, transport the host's
+(:mod:`.host`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 from tensordict import TensorDictBase
-from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
-from torchrl_llm_async.collectors.conversation import Conversation
+from torchrl_llm_async.collectors.env_pool import EnvPool, EpisodeError, WorkerThreads
+from torchrl_llm_async.collectors.episode import run_episode
 from torchrl_llm_async.data.trajectory import Trajectory
-from torchrl_llm_async.engines import GenerationEngine, SamplingConfig
+from torchrl_llm_async.engines import EnginePool, SamplingConfig, WeightUpdateError
 from torchrl_llm_async.staleness import StalenessController
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SEEN_ELSEWHERE = {"reward", "done", "terminated", "truncated", "tokens", "text", "history"}
+GroupFilter = Callable[[Sequence[Trajectory]], str | None]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class RolloutConfig:
     max_turns: int
     env_workers: int
     step_timeout: float
+    step_retries: int
+    max_failures: int
+    max_rejections: int
+    group_filter: GroupFilter | None
     seed: int
     make_eval_env: Callable[[], EnvBase] | None
     eval_problems: int
@@ -68,6 +72,20 @@ class RolloutStats:
     # Time in which the staleness bound left no room for another group.
     waiting_for_trainer_s: float = 0.0
     weight_update_s: float = 0.0
+    weight_updates_refused: int = 0
+    # Tokens of finished trajectories whose group was rejected.
+    rejected_tokens: int = 0
+    env_retries: int = 0
+    engine_restarts: int = 0
+    resubmitted: int = 0
+    # The ledger: always submitted = running + accepted + rejected + dropped.
+    submitted: int = 0
+    running: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    dropped: int = 0
+    # Rejected groups by reason.
+    reasons: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,20 +104,15 @@ class Evaluation:
         return float(np.mean(np.asarray(self.rewards) >= 1.0))
 
 
-class _ThreadEnvs(threading.local):
-    def __init__(self):
-        self.by_maker: dict[Callable[[], EnvBase], EnvBase] = {}
-
-
 class Rollouts:
     """Runs on one asyncio loop, in whichever thread or process hosts it.
 
     Args:
         config: what to do.
-        engine: a started engine.
+        engine: a started pool of engines.
         tokenizer: the policy's tokenizer.
-        send: called with ``("admitted", group_id, start_version)`` and
-            ``("group", trajectories, stats)``, in that order for each group.
+        send: called with ``("admitted", group_id, start_version)``, then for each group with
+            ``("group", trajectories, stats)`` or ``("rejected", group_id, reason, stats)``.
 
     Attributes:
         weights: held while weights switch, and while an evaluation needs them not to.
@@ -108,7 +121,7 @@ class Rollouts:
     def __init__(
         self,
         config: RolloutConfig,
-        engine: GenerationEngine,
+        engine: EnginePool,
         tokenizer: PreTrainedTokenizerBase,
         send: Callable[[tuple], None],
     ):
@@ -122,221 +135,243 @@ class Rollouts:
             total_steps=config.total_steps,
         )
         self._send = send
-        self._room = asyncio.Event()
-        self._room.set()
-        self._running: set[asyncio.Task] = set()
+        self._threads = WorkerThreads(config.env_workers)
+        self._envs = self._env_pool(config.make_env, seed=config.seed)
+        self._eval_envs: EnvPool | None = None
+        self._eval_observations: list[TensorDictBase] | None = None
         self.weights = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._paused = False
+        self._running = 0
+        self._in_a_row: Counter[str] = Counter()  # rejections since a group was accepted
+        self._failures_in_a_row = 0
         self._start = time.perf_counter()
         self._blocked_since: float | None = None
-        # Problems are drawn on a thread of their own, so that their order never depends on steps.
-        self._prompt_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
-        self._step_threads = ThreadPoolExecutor(config.env_workers, thread_name_prefix="env-step")
-        # A step's time limit must not count its time in the pool's queue.
-        self._free_threads = asyncio.Semaphore(config.env_workers)
-        self._thread_envs = _ThreadEnvs()
-        self._prompt_env: EnvBase | None = None
-        self._eval_observations: list[TensorDictBase] | None = None
         self._dump: TextIO | None = None
+
+    def _env_pool(self, make_env: Callable[[], EnvBase], *, seed: int | None = None) -> EnvPool:
+        config = self.config
+        return EnvPool(
+            make_env,
+            self._threads,
+            timeout=config.step_timeout,
+            retries=config.step_retries,
+            seed=seed,
+        )
 
     # ------------------------------------------------------------------ the loop
     async def continuous_rollouts(self) -> None:
-        """Admits groups whenever the staleness bound has room; raises what any rollout raised."""
-        self._prompt_env = await self._on_prompt_thread(self._make_env, self.config.make_env)
+        """Admits groups whenever the staleness bound has room, until all that are due are in."""
+        prompts = await self._envs.make()
         if self.config.dump_path is not None:
             self.config.dump_path.parent.mkdir(parents=True, exist_ok=True)
             self._dump = open(self.config.dump_path, "a", encoding="utf-8")  # noqa: SIM115
         try:
-            async with asyncio.TaskGroup() as group_tasks:
-                next_id = 0
-                while not self._all_admitted(next_id):
-                    await self._wait_for_room()
-                    observation = await self._on_prompt_thread(self._prompt_env.reset)
-                    start_version = self.controller.admit(next_id)
-                    self._send(("admitted", next_id, start_version))
-                    task = group_tasks.create_task(self._group(next_id, start_version, observation))
-                    self._running.add(task)
+            async with asyncio.TaskGroup() as groups:
+                group_id = 0
+                while await self._wait_for_room():
+                    observation = await self._next_problem(prompts)
+                    start_version = self.controller.admit(group_id)
+                    self._send(("admitted", group_id, start_version))
+                    self._running += 1
+                    task = groups.create_task(self._group(group_id, start_version, observation))
                     task.add_done_callback(self._ended)
-                    next_id += 1
+                    group_id += 1
         finally:
             if self._dump is not None:
                 self._dump.close()
 
-    def _all_admitted(self, count: int) -> bool:
+    async def _wait_for_room(self) -> bool:
+        """Waits until another group may be admitted; False if none will be needed any more."""
+        while not self._complete():
+            has_capacity = self.controller.capacity() > 0
+            self._account_for_waiting(has_capacity)
+            if (
+                has_capacity
+                and self._running < self.config.max_concurrent_groups
+                and not self._paused
+            ):
+                return True
+            self._changed.clear()
+            await self._changed.wait()
+        return False
+
+    def _complete(self) -> bool:
         total = self.config.total_steps
-        return total is not None and count >= total * self.config.groups_per_step
+        accepted = self.controller.ledger()["accepted"]
+        return total is not None and accepted >= total * self.config.groups_per_step
 
-    async def _wait_for_room(self) -> None:
+    def _account_for_waiting(self, has_capacity: bool) -> None:
+        horizon = self.controller.served_version + self.config.max_staleness + 1
+        total = self.config.total_steps
+        at_the_bound = not has_capacity and (total is None or horizon < total)
+        if at_the_bound:
+            self._blocked_since = self._blocked_since or time.perf_counter()
+        elif self._blocked_since is not None:
+            self.stats.waiting_for_trainer_s += time.perf_counter() - self._blocked_since
+            self._blocked_since = None
+
+    async def _next_problem(self, prompts: EnvBase) -> TensorDictBase:
         while True:
-            if self.controller.capacity() == 0:
-                self._blocked_since = self._blocked_since or time.perf_counter()
-            elif len(self._running) < self.config.max_concurrent_groups:
-                return
-            self._room.clear()
-            await self._room.wait()
-            if self._blocked_since is not None and self.controller.capacity() > 0:
-                self.stats = self.snapshot()
-                self._blocked_since = None
+            try:
+                return await self._envs.reset(prompts)
+            except TimeoutError:
+                raise  # The environment that knows the position among the problems hangs.
+            except Exception as error:  # An environment may raise anything.
+                torchrl_logger.warning(f"the environment's reset failed: {error!r}")
+                self._count_failure(error)
 
-    def _ended(self, task: asyncio.Task) -> None:
-        self._running.discard(task)
-        self._room.set()
-
-    async def _on_prompt_thread(self, function: Callable, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._prompt_thread, _call_env, function, *args
-        )
-
-    def _make_env(self, make_env: Callable[[], EnvBase]) -> EnvBase:
-        """An environment; those that rollouts use all have the collector's seed."""
-        env = make_env()
-        if make_env is self.config.make_env:
-            env.set_seed(self.config.seed)
-        return env
+    def _ended(self, group: asyncio.Task) -> None:
+        self._running -= 1
+        self._changed.set()
 
     # ------------------------------------------------------------------ one group
     async def _group(self, group_id: int, start_version: int, observation: TensorDictBase) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            members = [
-                tasks.create_task(
-                    self._trajectory(
-                        observation.clone(),
-                        self.config.make_env,
-                        request=f"{group_id}-{index}",
+        """All trajectories of one problem; if one can't be finished the group is rejected."""
+        members: list[asyncio.Task[Trajectory]] = []
+        failure: EpisodeError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(self.config.group_size):
+                    episode = run_episode(
+                        self.engine,
+                        self._envs,
+                        self.tokenizer,
+                        observation,
                         sampling=self.config.sampling,
+                        max_turns=self.config.max_turns,
+                        seed=self.config.seed,
                         group_id=group_id,
                         index=index,
                         start_version=start_version,
                     )
-                )
-                for index in range(self.config.group_size)
-            ]
-        trajectories = [member.result() for member in members]
+                    members.append(tasks.create_task(episode))
+        except BaseExceptionGroup as errors:
+            failures, others = errors.split(EpisodeError)
+            if others is not None:
+                raise others from None
+            failure = failures.exceptions[0]
+        if failure is None:
+            self._judge(group_id, [member.result() for member in members])
+        else:
+            self._reject(group_id, failure.reason, _finished(members))
+            torchrl_logger.warning(f"group {group_id} is rejected, {failure.reason}: {failure}")
+            self._count_failure(failure.__cause__ or failure)
+
+    def _judge(self, group_id: int, trajectories: list[Trajectory]) -> None:
+        """Hands a complete group on, unless the filter objects."""
+        self._failures_in_a_row = 0
+        group_filter = self.config.group_filter
+        reason = None if group_filter is None else group_filter(trajectories)
+        if reason is not None:
+            self._reject(group_id, reason, trajectories)
+            return
+        self._in_a_row.clear()
         self.controller.finish(group_id)
         self.stats.groups += 1
         self.stats.samples += len(trajectories)
-        self.stats.sampled_tokens += sum(int(t.sampled.sum()) for t in trajectories)
+        self.stats.sampled_tokens += _sampled_tokens(trajectories)
         if self._dump is not None:
             self._dump.writelines(json.dumps(t.to_json()) + "\n" for t in trajectories)
             self._dump.flush()
         self._send(("group", trajectories, self.snapshot()))
 
-    async def _trajectory(
-        self,
-        observation: TensorDictBase,
-        make_env: Callable[[], EnvBase],
-        *,
-        request: str,
-        sampling: SamplingConfig,
-        group_id: int,
-        index: int,
-        start_version: int,
-    ) -> Trajectory:
-        """One conversation, turn by turn, until its environment or a limit ends it."""
-        conversation = Conversation(self.tokenizer, observation)
-        size = conversation.prompt_length
-        sampled, log_probs, versions = [False] * size, [0.0] * size, [-1] * size
-        reward, truncated = 0.0, False
-        for turn in range(self.config.max_turns):
-            generation = await self.engine.generate(
-                conversation.token_ids,
-                sampling,
-                request_id=f"{request}-{turn}",
-                seed=request_seed(self.config.seed, group_id, index, turn),
+    def _reject(self, group_id: int, reason: str, finished: list[Trajectory]) -> None:
+        """Refunds a group; raises if that has gone on for too long."""
+        self.controller.reject(group_id, reason)
+        self.stats.rejected_tokens += _sampled_tokens(finished)
+        # Before its refund lets another group be announced in its place.
+        self._send(("rejected", group_id, reason, self.snapshot()))
+        self._in_a_row[reason] += 1
+        if self._in_a_row.total() >= self.config.max_rejections:
+            raise RuntimeError(
+                f"{self._in_a_row.total()} groups in a row were rejected ("
+                + ", ".join(f"{count} x {why}" for why, count in self._in_a_row.most_common())
+                + "), so training would wait for ever; change the problems, the reward or the "
+                "group filter, or raise collector.max_rejections"
             )
-            if generation.finish_reason == "abort":
-                raise RuntimeError(f"the engine aborted request {request}-{turn} by itself")
-            sampled += [True] * len(generation.token_ids)
-            log_probs += generation.log_probs
-            versions += generation.versions
-            action = conversation.respond(generation.token_ids)
-            after = await self._step(make_env, action)
-            reward += float(after["reward"].sum())
-            terminated = _flag(after, "terminated")
-            truncated = generation.finish_reason == "length" or _flag(after, "truncated")
-            if terminated or truncated or _flag(after, "done"):
-                break
-            conversation.observe(after)
-            added = len(conversation.token_ids) - len(sampled)
-            sampled += [False] * added
-            log_probs += [0.0] * added
-            versions += [-1] * added
-            if len(conversation.token_ids) >= self.engine.max_model_len:
-                truncated = True
-                break
-        else:
-            truncated = True
-        return Trajectory(
-            token_ids=np.asarray(conversation.token_ids, dtype=np.int64),
-            sampled=np.asarray(sampled, dtype=bool),
-            log_probs=np.asarray(log_probs, dtype=np.float32),
-            versions=np.asarray(versions, dtype=np.int64),
-            prompt_length=conversation.prompt_length,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
-            group_id=group_id,
-            index=index,
-            start_version=start_version,
-            prompt=conversation.prompt,
-            response=conversation.response,
-            extras=_extras(after),
-        )
 
-    async def _step(
-        self, make_env: Callable[[], EnvBase], action: TensorDictBase
-    ) -> TensorDictBase:
-        """One environment step off the loop; a failure or hang is an error, never reward 0."""
-        async with self._free_threads:
-            future = asyncio.get_running_loop().run_in_executor(
-                self._step_threads, _call_env, self._step_in_thread, make_env, action
+    def _count_failure(self, error: BaseException) -> None:
+        """Raises the error met if it was one too many in a row."""
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self.config.max_failures:
+            error.add_note(
+                f"{self._failures_in_a_row} problems in a row failed, the last with this error; "
+                "see collector.max_failures"
             )
-            done, _ = await asyncio.wait({future}, timeout=self.config.step_timeout)
-        if not done:
-            raise TimeoutError(
-                f"an environment step took longer than {self.config.step_timeout} s (rewards and "
-                "tools run there); make it faster or raise collector.step_timeout"
-            )
-        return future.result()
-
-    def _step_in_thread(
-        self, make_env: Callable[[], EnvBase], action: TensorDictBase
-    ) -> TensorDictBase:
-        """Each thread has an instance of each environment: they need not be thread-safe."""
-        envs = self._thread_envs.by_maker
-        if make_env not in envs:
-            envs[make_env] = self._make_env(make_env)
-        return envs[make_env].step(action)["next"]
+            raise error
 
     # ------------------------------------------------------------------ commands
-    async def update_weights(self, version: int, path: Path) -> None:
-        """Switches the engine to the published weights at a token boundary, then admits more."""
+    async def update_weights(self, version: int, path: Path) -> bool:
+        """Switches the engines to the published weights at a token boundary, then admits more.
+
+        Returns:
+            Whether they serve. If the publication was refused and the trainer can still go on to
+            publish another, the former weights serve until then.
+
+        Raises:
+            WeightUpdateError: the publication was refused, and the staleness bound leaves no room
+                for another step without it.
+        """
         async with self.weights:
             start = time.perf_counter()
-            await self.engine.update_weights(version, path)
-            self.stats.weight_update_s += time.perf_counter() - start
+            try:
+                await self.engine.update_weights(version, path)
+            except WeightUpdateError as error:
+                self.stats.weight_updates_refused += 1
+                last = version == self.config.total_steps
+                if version > self.controller.served_version + self.config.max_staleness or last:
+                    raise
+                torchrl_logger.warning(f"{error}; the next publication has to repair it")
+                return False
+            finally:
+                self.stats.weight_update_s += time.perf_counter() - start
             self.controller.serve(version)
-        self._room.set()
+        self._changed.set()
+        return True
+
+    async def pause(self) -> None:
+        """Admits nothing and samples nothing until :meth:`resume`; running groups stay."""
+        self._paused = True
+        await self.engine.pause()
+
+    async def resume(self) -> None:
+        """Goes on after :meth:`pause`."""
+        await self.engine.resume()
+        self._paused = False
+        self._changed.set()
 
     async def evaluate(self) -> Evaluation:
         """Greedy answers to the held-out problems, beside the rollouts.
 
         The caller holds :attr:`weights`, so that all answers come from one version.
+
+        Raises:
+            EpisodeError: a problem could not be scored.
         """
         if self.config.make_eval_env is None:
             raise ValueError("evaluation was asked for, but the collector has no make_eval_env")
-        if self._eval_observations is None:
-            self._eval_observations = await self._on_prompt_thread(self._held_out_problems)
+        if self._eval_envs is None:
+            self._eval_envs = self._env_pool(self.config.make_eval_env)
+            problems = await self._eval_envs.make()
+            self._eval_observations = [
+                await self._eval_envs.reset(problems) for _ in range(self.config.eval_problems)
+            ]
         greedy = replace(self.config.sampling, temperature=0.0, top_p=1.0, top_k=0)
         start = time.perf_counter()
         version = self.engine.version
         async with asyncio.TaskGroup() as tasks:
             answers = [
                 tasks.create_task(
-                    self._trajectory(
-                        observation.clone(),
-                        self.config.make_eval_env,
-                        request=f"eval-{version}-{index}",
+                    run_episode(
+                        self.engine,
+                        self._eval_envs,
+                        self.tokenizer,
+                        observation,
                         sampling=greedy,
+                        max_turns=self.config.max_turns,
+                        seed=self.config.seed,
+                        name=f"eval-{version}-",
                         group_id=index,
                         index=0,
                         start_version=version,
@@ -353,10 +388,6 @@ class Rollouts:
             seconds=time.perf_counter() - start,
         )
 
-    def _held_out_problems(self) -> list[TensorDictBase]:
-        env = self.config.make_eval_env()
-        return [env.reset() for _ in range(self.config.eval_problems)]
-
     def snapshot(self) -> RolloutStats:
         """The totals up to now."""
         now = time.perf_counter()
@@ -365,39 +396,24 @@ class Rollouts:
             self.stats,
             elapsed_s=now - self._start,
             waiting_for_trainer_s=self.stats.waiting_for_trainer_s + blocked,
+            env_retries=self._envs.retried,
+            engine_restarts=self.engine.stats.restarts,
+            resubmitted=self.engine.stats.resubmitted,
+            reasons={reason: n for (_, reason), n in self.controller.reasons().items()},
+            **self.controller.ledger(),
         )
 
     def close(self) -> None:
-        """Ends the environment threads; steps still running are not waited for."""
-        self._prompt_thread.shutdown(wait=False, cancel_futures=True)
-        self._step_threads.shutdown(wait=False, cancel_futures=True)
+        """Closes the environments and ends their threads; calls that hang are not waited for."""
+        for pool in (self._envs, self._eval_envs):
+            if pool is not None:
+                pool.close()
+        self._threads.close()
 
 
-def request_seed(seed: int, group_id: int, index: int, turn: int) -> int:
-    """A 62-bit seed that depends on nothing but what is sampled, so that runs repeat."""
-    digest = hashlib.blake2b(f"{seed}/{group_id}/{index}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
+def _finished(tasks: Sequence[asyncio.Task[Trajectory]]) -> list[Trajectory]:
+    return [t.result() for t in tasks if t.done() and not t.cancelled() and not t.exception()]
 
 
-def _flag(after: TensorDictBase, key: str) -> bool:
-    value = after.get(key, None)
-    return value is not None and bool(value.any())
-
-
-def _call_env(function: Callable, *args: Any) -> Any:
-    """Calls an environment in a thread; asyncio would lose a StopIteration, and wait for ever."""
-    try:
-        return function(*args)
-    except StopIteration as error:
-        raise RuntimeError(
-            "the environment ran out of problems (StopIteration); let it begin anew"
-        ) from error
-
-
-def _extras(after: TensorDictBase) -> dict[str, Any]:
-    """Tensor entries of the last step that are the environment's own (``"success"``, ...)."""
-    return {
-        key: value.detach().cpu().numpy().reshape(-1)
-        for key, value in after.items()
-        if key not in _SEEN_ELSEWHERE and isinstance(value, Tensor)
-    }
+def _sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
+    return sum(int(trajectory.sampled.sum()) for trajectory in trajectories)

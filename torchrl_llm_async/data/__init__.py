@@ -1,6 +1,8 @@
 """Data between generation and training: the replay buffer of whole groups."""
 
+from torchrl_llm_async.data.filters import RejectEqualRewards
 from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
 from torchrl_llm_async.data.sampler import StalenessSampler
+from torchrl_llm_async.data.trajectory import Trajectory
 
-__all__ = ["StalenessReplayBuffer", "StalenessSampler"]
+__all__ = ["RejectEqualRewards", "StalenessReplayBuffer", "StalenessSampler", "Trajectory"]

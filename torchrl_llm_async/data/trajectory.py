@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class Trajectory:
         reward: sum of the rewards of the trajectory's turns.
         terminated: the environment ended the trajectory.
         truncated: the answer or the episode was cut short.
+        ended_by: what ended the trajectory: the environment, an answer of ``max_new_tokens``, the
+            context with no room for another turn, or the limit on turns.
         group_id: the group the trajectory belongs to.
         index: its place in the group.
         start_version: version served when the group was admitted.
@@ -43,7 +45,8 @@ class Trajectory:
         ...     token_ids=np.array([5, 6, 7]), sampled=np.array([False, True, True]),
         ...     log_probs=np.array([0.0, -0.5, -0.1], dtype=np.float32),
         ...     versions=np.array([-1, 3, 4]), prompt_length=1, reward=1.0, terminated=True,
-        ...     truncated=False, group_id=0, index=0, start_version=3, prompt="1", response="=1")
+        ...     truncated=False, ended_by="environment", group_id=0, index=0, start_version=3,
+        ...     prompt="1", response="=1")
         >>> trajectory.to_tensordict()["tokens", "response"]
         tensor([6, 7])
     """
@@ -56,6 +59,7 @@ class Trajectory:
     reward: float
     terminated: bool
     truncated: bool
+    ended_by: Literal["environment", "length", "context", "turns"]
     group_id: int
     index: int
     start_version: int
@@ -110,6 +114,7 @@ class Trajectory:
             "response": self.response,
             "reward": self.reward,
             "truncated": self.truncated,
+            "ended_by": self.ended_by,
             "versions": self.versions[sampled].tolist(),
             "log_probs": [round(value, 6) for value in self.log_probs[sampled].tolist()],
         }

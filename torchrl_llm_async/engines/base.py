@@ -1,9 +1,9 @@
 """The contract between rollouts and whatever generates tokens.
 
 Owns the protocol :class:`GenerationEngine`, the request and answer types, how an interrupted answer
-is taken up again, and the two errors an engine raises. It deliberately knows nothing of vLLM, of tensordicts or of text: an engine takes
-token ids and gives token ids back, so that nothing is ever re-tokenised between sampling and
-training.
+is taken up again, and the two errors an engine raises. It deliberately knows nothing of vLLM, of
+tensordicts or of text: an engine takes token ids and gives token ids back, so that nothing is ever
+re-tokenised between sampling and training.
 """
 
 from __future__ import annotations

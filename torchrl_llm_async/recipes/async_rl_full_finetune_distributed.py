@@ -233,11 +233,13 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             k: v for k, v in self._buffer.stats().items() if k.startswith(("lag_", "groups_"))
         }
         before, self._collected = self._collected, self._collector.stats()
-        gained = {key: value - before[key] for key, value in self._collected.items()}
+        gained = {key: value - before.get(key, 0) for key, value in self._collected.items()}
         metrics |= {
             "generation_tokens_per_s": gained["sampled_tokens"] / max(gained["elapsed_s"], 1e-9),
             "generation_waited_s": gained["waiting_for_trainer_s"],
             "weight_update_s": gained["weight_update_s"],
+            "groups_rejected": gained["rejected"],
+            "engine_restarts": gained["engine_restarts"],
             "training_tokens_per_s": batch.figures["trained_tokens"] / metrics["train_s"],
             "learning_rate": self._optimizer.param_groups[0]["lr"],
         }

@@ -10,7 +10,7 @@ from torchtune import config
 
 from torchrl_llm_async.collectors import AsyncLLMCollector
 from torchrl_llm_async.data import StalenessReplayBuffer
-from torchrl_llm_async.engines import SamplingConfig
+from torchrl_llm_async.engines import EnginePool, SamplingConfig
 
 # The collector's arguments that make_collector passes, and the recipe key each is made from.
 COLLECTOR_KEYS = {
@@ -26,6 +26,7 @@ COLLECTOR_KEYS = {
     "seed": "seed",
     "create_eval_env_fn": "eval_env",
     "eval_problems": "eval_problems",
+    "group_filter": "group_filter",
     "dump_path": "dump_samples",
     "log_path": "output_dir",
 }
@@ -42,7 +43,7 @@ def make_collector(
     stop_tokens = tuple(config.instantiate(cfg.tokenizer).stop_tokens)
     return AsyncLLMCollector(
         functools.partial(config.instantiate, cfg.env),
-        config.instantiate(cfg.engine),
+        EnginePool([config.instantiate(cfg.engine) for _ in range(cfg.num_engines)]),
         tokenizer=cfg.model_dir,
         sampling=SamplingConfig(**{"stop_token_ids": stop_tokens, **cfg.sampling}),
         group_size=cfg.group_size,
@@ -53,6 +54,7 @@ def make_collector(
         seed=cfg.seed,
         create_eval_env_fn=functools.partial(config.instantiate, cfg.eval_env),
         eval_problems=cfg.eval_problems,
+        group_filter=None if cfg.group_filter is None else config.instantiate(cfg.group_filter),
         dump_path=output_dir / "samples.jsonl" if cfg.dump_samples else None,
         log_path=output_dir / "collector.log",
         **cfg.collector,

@@ -67,8 +67,8 @@ class RecipeConfig:
     """The keys of ``async_rl_full_finetune_distributed``; nested mappings are components.
 
     ``env``, ``eval_env``, ``engine``, ``model``, ``tokenizer``, ``checkpointer``, ``loss``,
-    ``advantage``, ``optimizer``, ``lr_scheduler`` and ``metric_logger`` have a ``_component_`` and
-    that component's arguments; ``sampling`` and ``collector`` are arguments of
+    ``advantage``, ``optimizer``, ``lr_scheduler``, ``metric_logger`` and ``group_filter`` have a
+    ``_component_`` and that component's arguments; ``sampling`` and ``collector`` are arguments of
     :class:`~torchrl_llm_async.engines.SamplingConfig` and
     :class:`~torchrl_llm_async.collectors.AsyncLLMCollector`.
     """
@@ -102,6 +102,8 @@ class RecipeConfig:
     metric_logger: dict[str, Any]
     lr_scheduler: dict[str, Any] | None = None
     weights_dir: str | None = None
+    num_engines: int = 1
+    group_filter: dict[str, Any] | None = None
 
 
 def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
@@ -255,6 +257,7 @@ def _check_values(cfg: DictConfig) -> None:
         "minibatches_per_step",
         "micro_batch_tokens",
         "evaluate_every",
+        "num_engines",
     ):
         if cfg[key] < 1:
             raise ConfigError(f"{key} is {cfg[key]}; it must be at least 1")

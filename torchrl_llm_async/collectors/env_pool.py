@@ -1,0 +1,276 @@
+"""Environments off the event loop: a bounded number of threads, a time limit on every call.
+
+Owns the worker threads, the environment instances and the rule for a step that fails: again where
+that is sound, then an :class:`EpisodeError`. What becomes of the group is the affair of
+:mod:`.rollouts`; what is said in the conversation that of :mod:`.episode`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl._utils import logger as torchrl_logger
+from torchrl.envs import EnvBase
+
+# Making an instance may load a data set, which says nothing about how long a step may take.
+_MAKE_TIMEOUT_S = 600.0
+# Each holds a thread and an environment until its call returns, if it ever does.
+_MAX_STUCK_THREADS = 32
+
+
+class EpisodeError(RuntimeError):
+    """A trajectory that can't be finished, for a reason of its own; its cause is the error met.
+
+    Args:
+        message: what happened.
+        reason: under which its group's rejection is counted; one of few, fixed names.
+    """
+
+    def __init__(self, message: str, reason: str = "episode failed"):
+        super().__init__(message)
+        self.reason = reason
+
+
+class StuckThreadsError(RuntimeError):
+    """So many environment calls hang that going on would only pile up more."""
+
+
+class WorkerThreads:
+    """A bounded pool of threads for calls that may hang.
+
+    Unlike an executor's, a call's time limit does not count its time in the queue, a thread whose
+    call does not return in time is given up and replaced, and none keeps the interpreter from
+    ending. Belongs to one event loop.
+
+    Args:
+        count: calls that run at once.
+    """
+
+    def __init__(self, count: int):
+        self._idle: asyncio.LifoQueue[queue.SimpleQueue] = asyncio.LifoQueue()
+        self._stuck = 0
+        for _ in range(count):
+            self._idle.put_nowait(self._new_thread())
+
+    async def call(self, timeout: float, function: Callable, *args: Any) -> Any:
+        """Calls ``function(*args)`` in a thread and returns what it returns.
+
+        Raises:
+            TimeoutError: it has not returned after ``timeout`` seconds; it may still run.
+            StuckThreadsError: too many calls hang.
+            RuntimeError: ``function`` raised a StopIteration.
+            BaseException: whatever else ``function`` raises.
+        """
+        thread = await self._idle.get()
+        # A caller that is cancelled leaves the call behind, which has to be waited for all the
+        # same, or given up: the thread must not be lost.
+        watch = asyncio.ensure_future(self._watch(thread, timeout, function, args))
+        watch.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(watch)
+
+    async def _watch(
+        self, thread: queue.SimpleQueue, timeout: float, function: Callable, args: tuple
+    ) -> Any:
+        answer = asyncio.get_running_loop().create_future()
+        thread.put((answer, function, args))
+        done, _ = await asyncio.wait({answer}, timeout=timeout)
+        if done:
+            self._idle.put_nowait(thread)
+            return answer.result()
+        thread.put(None)  # Ends it, should the call ever return.
+        self._stuck += 1
+        answer.add_done_callback(self._returned_late)
+        if self._stuck > _MAX_STUCK_THREADS:
+            raise StuckThreadsError(
+                f"{self._stuck} environment calls hang, each in a thread of its own; give what "
+                "they wait for (a tool, a reward server) a time limit"
+            )
+        self._idle.put_nowait(self._new_thread())
+        raise TimeoutError
+
+    def _returned_late(self, answer: asyncio.Future) -> None:
+        self._stuck -= 1
+        if not answer.cancelled():
+            answer.exception()  # Nobody is left to read it.
+
+    def _new_thread(self) -> queue.SimpleQueue:
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=_work, args=(inbox, loop), name="env", daemon=True).start()
+        return inbox
+
+    def close(self) -> None:
+        """Ends the idle threads; the others end with the process."""
+        while not self._idle.empty():
+            self._idle.get_nowait().put(None)
+
+
+def _work(inbox: queue.SimpleQueue, loop: asyncio.AbstractEventLoop) -> None:
+    while (job := inbox.get()) is not None:
+        answer, function, args = job
+        try:
+            outcome = (answer.set_result, function(*args))
+        except StopIteration as error:  # No future can hold it.
+            exhausted = RuntimeError(
+                "the environment ran out of problems (StopIteration); let it begin anew"
+            )
+            exhausted.__cause__ = error
+            outcome = (answer.set_exception, exhausted)
+        except BaseException as error:
+            outcome = (answer.set_exception, error)
+        try:
+            loop.call_soon_threadsafe(_settle, answer, *outcome)
+        except RuntimeError:  # The loop is closed: nobody waits any more.
+            return
+
+
+def _settle(answer: asyncio.Future, settle: Callable, value: Any) -> None:
+    if not answer.done():
+        settle(value)
+
+
+class EnvPool:
+    """Instances of one environment, made as they are needed and used again.
+
+    Args:
+        make_env: makes an instance.
+        threads: where they are made, reset and stepped.
+        timeout: seconds one step or reset may take.
+        retries: how often a step that failed is tried again.
+        seed: every instance's seed; None leaves it alone.
+
+    Attributes:
+        retried: steps tried again up to now.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[], EnvBase],
+        threads: WorkerThreads,
+        *,
+        timeout: float,
+        retries: int,
+        seed: int | None = None,
+    ):
+        self.timeout, self.retries, self.retried = timeout, retries, 0
+        self._make_env, self._threads, self._seed = make_env, threads, seed
+        self._free: list[EnvBase] = []
+
+    async def make(self) -> EnvBase:
+        """A new instance."""
+
+        def make() -> EnvBase:
+            env = self._make_env()
+            if self._seed is not None:
+                env.set_seed(self._seed)
+            return env
+
+        return await self._threads.call(_MAKE_TIMEOUT_S, make)
+
+    async def reset(self, env: EnvBase) -> TensorDictBase:
+        """Resets an instance; raises TimeoutError, or what the reset raises."""
+        try:
+            return await self._threads.call(self.timeout, env.reset)
+        except TimeoutError as error:
+            raise _too_slow("reset", self.timeout) from error
+
+    def lease(self, *, stateful: bool) -> EnvLease:
+        """An instance for one trajectory.
+
+        Args:
+            stateful: the trajectory has several turns, between which tools may keep a state in
+                the instance.
+        """
+        return EnvLease(self, stateful=stateful)
+
+    async def _take(self) -> EnvBase:
+        return self._free.pop() if self._free else await self.make()
+
+    def _give_back(self, env: EnvBase) -> None:
+        self._free.append(env)
+
+    async def _step(self, env: EnvBase, action: TensorDictBase) -> TensorDictBase:
+        try:
+            after = await self._threads.call(self.timeout, env.step, action)
+        except TimeoutError as error:
+            raise _too_slow("step", self.timeout) from error
+        return after["next"]
+
+    def close(self) -> None:
+        """Closes the instances that nobody uses."""
+        while self._free:
+            self._free.pop().close()
+
+
+class EnvLease:
+    """One trajectory's hold on an environment; an async context manager.
+
+    A stateful lease keeps one instance throughout, which is reset first, so that tools start afresh
+    (what the reset draws is not used: the trajectory begins with its group's problem). Otherwise
+    an instance is held for the time of a step only.
+    """
+
+    def __init__(self, pool: EnvPool, *, stateful: bool):
+        self._pool, self._stateful = pool, stateful
+        self._env: EnvBase | None = None
+
+    async def __aenter__(self) -> EnvLease:
+        return self
+
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        # After an error, or cancelled while a thread is at work in it, an instance is not used on.
+        if self._env is not None and kind is None:
+            self._pool._give_back(self._env)
+        self._env = None
+
+    async def step(self, action: TensorDictBase) -> TensorDictBase:
+        """Steps the environment; a failure is tried again, and is never a reward of 0.
+
+        A step is tried again with another instance. If the lease is stateful it is with the same
+        one, and not at all if the step ran out of time: there is no second instance in its state.
+
+        Returns:
+            The step's ``"next"`` entry.
+
+        Raises:
+            EpisodeError: the last try failed or took too long.
+        """
+        for attempt in range(1 + self._pool.retries):
+            try:
+                return await self._attempt(action.copy())
+            except StuckThreadsError:
+                raise
+            except Exception as error:  # An environment, a tool or a reward may raise anything.
+                timed_out = isinstance(error, TimeoutError)
+                last = attempt == self._pool.retries or (self._stateful and timed_out)
+                if last:
+                    reason = "environment timed out" if timed_out else "environment failed"
+                    raise EpisodeError(f"{type(error).__name__}: {error}", reason) from error
+                torchrl_logger.warning(f"an environment step failed and is tried again: {error!r}")
+                self._pool.retried += 1
+        raise AssertionError("unreachable")
+
+    async def _attempt(self, action: TensorDictBase) -> TensorDictBase:
+        if self._env is None:
+            env = await self._pool._take()
+            if self._stateful:
+                await self._pool.reset(env)
+                self._env = env
+        else:
+            env = self._env
+        after = await self._pool._step(env, action)
+        if not self._stateful:
+            self._pool._give_back(env)
+        return after
+
+
+def _too_slow(call: str, timeout: float) -> TimeoutError:
+    return TimeoutError(
+        f"an environment {call} took longer than {timeout} s (rewards and tools run there); make "
+        "it faster or raise collector.step_timeout"
+    )
