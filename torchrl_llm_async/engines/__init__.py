@@ -1,6 +1,6 @@
 """Generation engines: token ids in, token ids, log-probabilities and exact versions out.
 
-Importing this package imports no vLLM; :meth:`VLLMEngine.start` does.
+Importing this package imports neither vLLM nor aiohttp; an engine's :meth:`start` does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torchrl_llm_async.engines.base import (
 )
 from torchrl_llm_async.engines.pool import EnginePool, PoolStats
 from torchrl_llm_async.engines.vllm_engine import VLLMEngine
+from torchrl_llm_async.engines.vllm_server import VLLMServerEngine
 
 __all__ = [
     "EngineDeadError",
@@ -23,5 +24,6 @@ __all__ = [
     "PoolStats",
     "SamplingConfig",
     "VLLMEngine",
+    "VLLMServerEngine",
     "WeightUpdateError",
 ]

@@ -1,0 +1,447 @@
+"""A vLLM server elsewhere as a generation engine, reached over HTTP.
+
+Owns one client's conversation with one ``vllm serve`` process of vLLM 0.32: the checks that it was
+launched rightly, requests, weight switches, and noticing that it is gone. Starting, placing and
+ending the server are not its affair, nor is carrying the weights: a publication is a path, and the
+server reads it from a file system both machines see. What happens to the weights inside the server
+is :mod:`torchrl_llm_async.engines.vllm_worker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchrl_llm_async.engines.base import (
+    EngineDeadError,
+    Generation,
+    SamplingConfig,
+    WeightUpdateError,
+)
+
+if TYPE_CHECKING:
+    from torchrl_llm_async.engines._http import Conversation
+
+__all__ = ["VLLMServerEngine"]
+
+_WORKER_EXTENSION = "torchrl_llm_async.engines.vllm_worker.WeightUpdateExtension"
+_HOW_TO_LAUNCH = "docs/engines.md has the whole command"
+_STREAM_INTERVAL = 16  # tokens per message: what a lost server costs, against a message's cost
+_POLL_S = 0.05
+# In force while a switch is under way: a client that finds it knows that nobody finished it.
+_SWITCHING = "switching"
+
+
+@dataclass
+class _Answer:
+    """What has come of an answer; the server tells the versions only with its last token."""
+
+    version: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    proven: int | None = None
+
+    def freeze(self) -> None:
+        """A switch begins: what comes from now on may be of either version."""
+        if self.proven is None:
+            self.proven = len(self.token_ids)
+
+    def partial(self) -> Generation:
+        kept = len(self.token_ids) if self.proven is None else self.proven
+        return Generation(
+            self.token_ids[:kept], self.log_probs[:kept], [self.version] * kept, "abort"
+        )
+
+
+class VLLMServerEngine:
+    """A :class:`~torchrl_llm_async.engines.GenerationEngine` that is a vLLM server elsewhere.
+
+    The server must have been launched for it, with these (docs/engines.md has the whole command)::
+
+        VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only \\
+            --logprobs-mode processed_logprobs --worker-extension-cls \\
+            torchrl_llm_async.engines.vllm_worker.WeightUpdateExtension
+
+    and :meth:`start` refuses any other. Answers are streamed, so that when the server dies the
+    tokens whose version is proven can be taken to another engine: those that had arrived before
+    the first weight switch that the answer lived through.
+
+    One engine object per server: it alone switches the weights. The server outlives it, and may
+    be taken over by another one, at the version it serves.
+
+    Args:
+        url: where the server listens, such as ``"http://10.0.0.7:8000"``.
+        on_update: fate of the running requests' KV cache at a weight switch, as for
+            :class:`~torchrl_llm_async.engines.VLLMEngine`.
+        start_timeout: seconds :meth:`start` waits for the server to answer.
+        heartbeat_s: seconds within which a server that hangs is noticed. Loading weights stops it
+            too: give more than twice that.
+        seed: mixed into the seed of every request.
+        allow_truncated_support: accept sampling with ``top_p`` or ``top_k``.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+
+    Examples:
+        >>> async def answer(prompt_ids):  # doctest: +SKIP
+        ...     engine = VLLMServerEngine("http://10.0.0.7:8000")
+        ...     await engine.start()
+        ...     try:
+        ...         return await engine.generate(
+        ...             prompt_ids, SamplingConfig(max_new_tokens=16), request_id="0"
+        ...         )
+        ...     finally:
+        ...         await engine.shutdown()
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        on_update: Literal["keep", "recompute"] = "recompute",
+        start_timeout: float = 300.0,
+        heartbeat_s: float = 60.0,
+        seed: int = 0,
+        allow_truncated_support: bool = False,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url={url!r}: give one such as 'http://10.0.0.7:8000'")
+        if on_update not in ("keep", "recompute"):
+            raise ValueError(f"on_update={on_update!r}: give 'keep' or 'recompute'")
+        if heartbeat_s <= 0:
+            raise ValueError(f"heartbeat_s={heartbeat_s}: give more than 0 seconds")
+        self.url = url.rstrip("/")
+        self.on_update = on_update
+        self.start_timeout = start_timeout
+        self.heartbeat_s = heartbeat_s
+        self.seed = seed
+        self.allow_truncated_support = allow_truncated_support
+        self.max_model_len = 0  # the server's, known once it has answered
+        self._vocabulary = 0
+        self._version = 0
+        self._paused = False
+        self._switching = False
+        self._answers: list[_Answer] = []
+        self._server: Conversation | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample the next token."""
+        return self._version
+
+    async def start(self) -> None:
+        """Waits for the server and takes it over at the version it serves, 0 if it has none.
+
+        Raises:
+            RuntimeError: if nothing answers within ``start_timeout``, if the server was launched
+                without something this engine needs, if a former client left a weight switch
+                unfinished, or if the engine is running already.
+        """
+        if self._server is not None:
+            raise RuntimeError("this engine is running; shutdown() it first, or make another")
+        from torchrl_llm_async.engines._http import Conversation
+
+        self._server = Conversation(self.url, silence_s=self.heartbeat_s)
+        self._answers = []
+        self._switching = self._paused = False
+        self._update_lock = asyncio.Lock()
+        self._pause_lock = asyncio.Lock()
+        try:
+            await self._wait_for_the_server()
+            await self._check_its_launch()
+            self._version = await self._served_version()
+            await self._server.call("resume")
+        except BaseException:
+            await self.shutdown()
+            raise
+        self._server.keep_watch("weight_info")  # asks the core itself, which /health does not
+
+    async def _wait_for_the_server(self) -> None:
+        try:
+            await self._server.wait_for("health", within_s=self.start_timeout, poll_s=_POLL_S)
+        except TimeoutError as found:
+            raise RuntimeError(
+                f"no vLLM server at {self.url} within {self.start_timeout} s ({found}): launch one "
+                f"there ({_HOW_TO_LAUNCH}), or give start_timeout more seconds than it needs"
+            ) from None
+
+    async def _check_its_launch(self) -> None:
+        def launched_wrongly(found: str, wanted: str) -> RuntimeError:
+            return RuntimeError(
+                f"the server at {self.url} {found}: launch it with {wanted} ({_HOW_TO_LAUNCH})"
+            )
+
+        form = {"config_format": "json"}
+        async with self._server.ask("server_info", method="GET", params=form) as response:
+            if response.status == 404:
+                raise launched_wrongly(
+                    "offers no weight updates", "VLLM_SERVER_DEV_MODE=1 in its environment"
+                )
+            config = (await response.json())["vllm_config"]
+        if config["parallel_config"]["worker_extension_cls"] != _WORKER_EXTENSION:
+            raise launched_wrongly(
+                "can't load a publication", f"--worker-extension-cls {_WORKER_EXTENSION}"
+            )
+        mode = config["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            raise launched_wrongly(
+                f"gives {mode}, which are not those of the sampling distribution",
+                "--logprobs-mode processed_logprobs",
+            )
+        on_cpu = config["device_config"]["device"] == "cpu"
+        if on_cpu and config["scheduler_config"]["enable_chunked_prefill"]:
+            # vLLM 0.32 rewinds a seeded request's generator after each part of a prompt that is
+            # prefilled in parts, which a CPU's generator can't do: the server would die.
+            raise launched_wrongly(
+                "prefills prompts in parts, on a CPU", "--no-enable-chunked-prefill"
+            )
+        # vLLM 0.32 tells the size of its vocabulary nowhere but in such a refusal.
+        impossible = {"token_ids": [0], "sampling_params": {"logit_bias": {1 << 40: 0.0}}}
+        async with self._server.ask("inference/v1/generate", impossible) as response:
+            words = await response.text()
+        if (size := re.search(r"Vocabulary size: (\d+)", words)) is None:
+            raise launched_wrongly(f"takes no token ids ({words})", "--tokens-only")
+        self._vocabulary = int(size[1])
+        self.max_model_len = config["model_config"]["max_model_len"]
+
+    async def _served_version(self) -> int:
+        served = (await self._server.call("weight_info", method="GET"))["weight_version"]
+        if served == "default":  # vLLM's word for never set
+            await self._server.call("update_weight_version", {"new_version": "0"})
+            return 0
+        if not served.isdecimal():
+            raise RuntimeError(
+                f"the server at {self.url} serves version {served!r}: a switch was begun and not "
+                "finished, so that its weights are unknown; launch it anew"
+            )
+        return int(served)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str,
+        seed: int | None = None,
+        partial: Generation | None = None,
+    ) -> Generation:
+        """Samples one answer; cancelling the coroutine aborts the request on the server.
+
+        Args:
+            prompt_ids: token ids of the whole context, at least one.
+            sampling: how to draw.
+            request_id: unique among the running requests.
+            seed: names the random stream; None names it after ``request_id``. The same name gives
+                the same answer.
+            partial: the beginning of this answer, from an engine that could not finish it.
+
+        Returns:
+            The whole answer, ``partial`` included.
+
+        Raises:
+            ValueError: if the prompt is empty, holds unknown ids or leaves no room for a token, if
+                the sampling truncates the support without leave, or if the server refuses the
+                request.
+            EngineDeadError: if the server is lost, or :meth:`shutdown` called, before the answer
+                is whole; its ``partial`` holds the tokens whose version is proven.
+        """
+        begun = partial or Generation([], [], [], "abort")
+        answer = _Answer(self._version)
+        if self._switching:
+            answer.freeze()
+        self._answers.append(answer)
+        try:
+            self.check_health()
+            self._check_request(prompt_ids, sampling)
+            room = self.max_model_len - len(prompt_ids)
+            room = min(room, sampling.max_new_tokens) - len(begun.token_ids)
+            if room < 1:
+                return begun.followed_by(Generation([], [], [], "length"))
+            request = {
+                "request_id": request_id,
+                "token_ids": [*prompt_ids, *begun.token_ids],
+                "stream": True,
+                "sampling_params": {
+                    "max_tokens": room,
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "top_k": sampling.top_k,
+                    "stop_token_ids": list(sampling.stop_token_ids),
+                    "seed": self._hashed(request_id if seed is None else seed, begun),
+                    "logprobs": 0,
+                    "detokenize": False,
+                    "stream_interval": _STREAM_INTERVAL,
+                },
+            }
+            if self.on_update == "keep":
+                request["cache_salt"] = str(self._version)
+            return begun.followed_by(await self._stream(request, answer))
+        except EngineDeadError as error:
+            whole = begun.followed_by(answer.partial())
+            error.partial = whole if whole.token_ids else None
+            raise
+        finally:
+            self._answers.remove(answer)
+
+    def _check_request(self, prompt_ids: Sequence[int], sampling: SamplingConfig) -> None:
+        if not 0 < len(prompt_ids) < self.max_model_len:
+            raise ValueError(
+                f"prompt of {len(prompt_ids)} tokens: give 1 to {self.max_model_len - 1}, or a "
+                f"larger --max-model-len than {self.max_model_len} to the server at {self.url}"
+            )
+        # vLLM 0.32 checks ids only against a tokenizer; an unknown one would kill its core.
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
+            raise ValueError(
+                f"prompt ids run from {min(prompt_ids)} to {max(prompt_ids)}, the vocabulary of "
+                f"the model at {self.url} from 0 to {self._vocabulary - 1}: tokenizer and model do "
+                "not match"
+            )
+        if sampling.truncates_support and not self.allow_truncated_support:
+            raise ValueError(
+                f"top_p={sampling.top_p}, top_k={sampling.top_k} truncate the support, which "
+                "biases importance ratios: sample with temperature alone, or build the engine "
+                "with allow_truncated_support=True"
+            )
+
+    def _hashed(self, stream: int | str, begun: Generation) -> int:
+        """Seed of a random stream: neighbouring ones would be correlated, and a rest's repeat."""
+        name = f"{self.seed}/{stream}"
+        if begun.token_ids:
+            name += f"/{len(begun.token_ids)}"
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 2
+
+    async def _stream(self, request: dict, answer: _Answer) -> Generation:
+        """Fills the answer as messages come; the last one brings its versions."""
+        from torchrl_llm_async.engines._http import events
+
+        server, whole = self._server, None
+        async with server.ask("inference/v1/generate", request) as response:
+            if response.status >= 400:
+                raise server.refusal(await response.text())
+            async for message in events(response):
+                if (error := message.get("error")) is not None:
+                    if error["code"] >= 500:
+                        raise server.lose(error["message"])
+                    raise server.refusal(error["message"])
+                (choice,) = message["choices"]
+                token_ids = choice["token_ids"]
+                log_probs = [token["logprob"] for token in choice["logprobs"]["content"]]
+                if choice["finish_reason"] is not None:
+                    # Not into what may be carried on elsewhere: there may be a stop token at its
+                    # end. Read on: a connection is used again only if it was read to its end.
+                    whole = Generation(
+                        answer.token_ids + token_ids,
+                        answer.log_probs + log_probs,
+                        [
+                            int(span["version"])
+                            for span in choice["weight_versions"] or ()
+                            for _ in range(span["end"] - span["start"])
+                        ],
+                        choice["finish_reason"],
+                    )
+                else:
+                    answer.token_ids += token_ids
+                    answer.log_probs += log_probs
+        if whole is None:
+            raise server.lose("it broke off an answer")
+        return whole
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        """Serves the published weights from the next token on.
+
+        The server reads and checks the whole publication before generation pauses, so refusing it
+        costs no running request anything.
+
+        Args:
+            version: version the weights stand for.
+            path: what :meth:`torchrl_llm_async.weight_update.WeightStore.write` gave, on a file
+                system the server sees under the same path.
+
+        Raises:
+            WeightUpdateError: if the publication is missing, torn, incomplete, of wrong shapes or
+                not finite. Weights and version stay the former.
+            EngineDeadError: if the server is lost meanwhile, or fails to apply what it has
+                checked, after which no weights may serve.
+        """
+        self.check_health()
+        # Shielded: a caller that gives up leaves a whole switch behind, not half of one.
+        await asyncio.shield(self._switch(version, path))
+
+    async def _switch(self, version: int, path: Path) -> None:
+        async with self._update_lock:
+            await self._rpc("begin_staging", version, str(Path(path).absolute()))
+            # A server can't call back.
+            while None in (verdicts := await self._rpc("staging_verdict")):
+                await asyncio.sleep(_POLL_S)
+            if any(verdicts):
+                raise WeightUpdateError(
+                    f"version {version} refused, version {self._version} keeps serving: "
+                    f"{next(filter(None, verdicts))}; publish it again, where the server at "
+                    f"{self.url} can read it, from the model it was launched with"
+                )
+            async with self._pause_lock:
+                try:
+                    await self._apply(version)
+                except ValueError as error:
+                    raise self._server.lose(
+                        f"the switch to version {version} broke off ({error})"
+                    ) from error
+
+    async def _apply(self, version: int) -> None:
+        self._switching = True
+        for answer in self._answers:
+            answer.freeze()
+        await self._pause_server(clear_cache=self.on_update == "recompute")
+        await self._server.call("update_weight_version", {"new_version": _SWITCHING})
+        await self._rpc("apply_staged_weights", version)
+        await self._server.call("update_weight_version", {"new_version": str(version)})
+        self._version = version
+        self._switching = False
+        if not self._paused:
+            await self._server.call("resume")
+
+    async def pause(self) -> None:
+        """Stops sampling at the next token boundary; requests stay, and new ones queue."""
+        async with self._pause_lock:
+            self._paused = True
+            await self._pause_server(clear_cache=False)
+
+    async def resume(self) -> None:
+        """Goes on after :meth:`pause`."""
+        async with self._pause_lock:
+            self._paused = False
+            await self._server.call("resume")
+
+    async def _pause_server(self, *, clear_cache: bool) -> None:
+        await self._server.call(
+            "pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"}
+        )
+
+    async def _rpc(self, method: str, *args: int | str) -> list[Any]:
+        """Calls the worker extension; gives one result per worker."""
+        answer = await self._server.call("collective_rpc", {"method": method, "args": args})
+        return answer["results"]
+
+    def check_health(self) -> None:
+        """Raises :class:`EngineDeadError` if the server is not known to be running."""
+        if self._server is None:
+            raise EngineDeadError(
+                f"there is no conversation with the server at {self.url}: it was never begun, or "
+                "was shut down; start() the engine"
+            )
+        self._server.check()
+
+    async def shutdown(self) -> None:
+        """Ends the conversation; pending answers raise :class:`EngineDeadError`.
+
+        The server lives on, at the version it serves, and aborts what this client had asked for.
+        """
+        server, self._server = self._server, None
+        if server is not None:
+            await server.close("the engine was shut down")
