@@ -401,7 +401,7 @@ class TestDeath:
         client, core = self._client(tiny_model, tmp_path, "interrupt")
         os.killpg(client.pid, signal.SIGINT)
         try:
-            assert client.communicate(timeout=10) == ("", "")
+            assert client.communicate(timeout=30) == ("", "")
         finally:
             client.kill()
         assert client.returncode == 130

@@ -9,19 +9,17 @@ controller's affair, and several engines are a pool's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
 import gc
-import hashlib
-import logging
 import multiprocessing.util
-import os
-import sys
-import threading
-from collections.abc import Coroutine, Iterator, Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from torchrl_llm_async._lifetime import die_with_parent
+from torchrl_llm_async.engines._process import LastingThread, can_fork
+from torchrl_llm_async.engines._requests import check_request, stream_seed
+from torchrl_llm_async.engines._vllm_start import start_vllm
 from torchrl_llm_async.engines.base import (
     EngineDeadError,
     Generation,
@@ -31,31 +29,19 @@ from torchrl_llm_async.engines.base import (
 
 __all__ = ["VLLMEngine"]
 
-_WORKER_EXTENSION = "torchrl_llm_async.engines.vllm_worker.WeightUpdateExtension"
-_CPU_KV_CACHE_BYTES = 256 << 20
-_CORE_GRACE_S = 2.0  # then it is killed: it has nothing to save
+_OnUpdate = Literal["keep", "recompute", "abort"]
 
-# In force while start() runs, and inherited by the engine core; afterwards this process has its
-# own environment back, rid of what vLLM's CPU platform exports too (LD_PRELOAD among others).
-_ENVIRONMENT = {
-    # Keeps the worker inside the engine core: one process less, and none spinning on a queue.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-_CPU_ENVIRONMENT = {
-    # The sampler's helpers are compiled at the first request even when the model runs eagerly:
-    # 20 s for nothing at this size.
-    "TORCHDYNAMO_DISABLE": "1",
-}
+_CORE_GRACE_S = 2.0  # then it is killed: it has nothing to save
+_STAGING_POLL_S = 0.02  # such a call costs the core 0.1 ms between two steps
+_BEATS = 10  # parts of heartbeat_s: one of the waits, and the time between two questions
 
 
 class VLLMEngine:
     """A :class:`~torchrl_llm_async.engines.GenerationEngine` over vLLM's ``AsyncLLM``.
 
     The constructor only keeps its arguments: the object can be pickled to the process that will
-    own the engine. :meth:`start` takes about 10 s on a CPU, blocks the event loop it is awaited
-    in for that time, and binds the engine core to the calling thread: when that thread or its
-    process ends, however it ends, the core is killed with it (Linux).
+    own the engine. When the process that starts it ends, however it ends, the engine core is
+    killed with it (Linux).
 
     Log-probabilities are those of the sampling distribution (``logprobs_mode=
     "processed_logprobs"``), i.e. ``log_softmax(logits / temperature)``. Every request is seeded,
@@ -69,16 +55,27 @@ class VLLMEngine:
         max_num_seqs: requests decoded at once; further ones queue.
         kv_cache_memory_bytes: size of the KV cache; None takes 256 MiB on a CPU and what vLLM
             finds free on a GPU.
-        on_update: fate of the running requests' KV cache at a weight switch. ``"recompute"``
-            prefills them again, so that later tokens are exactly the new policy's; ``"keep"``
-            goes on with the old cache, which stalls less, and new requests never reuse a prefix
-            computed by older weights. Recorded log-probabilities are true in either case.
+        on_update: fate of the running requests at a weight switch. ``"recompute"`` prefills them
+            again, so that later tokens are exactly the new policy's. ``"abort"`` ends them and
+            submits prompt and tokens anew, as AReaL does (arXiv 2505.24298): the same policy, at
+            more cost. ``"keep"`` goes on with the KV cache of the old weights, which stalls
+            least, and new requests never reuse a prefix computed by older weights. Recorded
+            log-probabilities and versions are true in any case.
         block_size: tokens per KV block, the granularity at which a group shares its prompt;
             32 is the smallest on a CPU.
         log_file: receives all that vLLM and the engine core print; None leaves it on the
             terminal.
         seed: mixed into the seed of every request.
         allow_truncated_support: accept sampling with ``top_p`` or ``top_k``.
+        heartbeat_s: an engine core that answers nothing for so many seconds is killed, so that
+            all who wait for it get :class:`EngineDeadError`. It must be more than the core takes
+            for one step or for loading a set of weights, during which it answers no call.
+
+    Attributes:
+        last_update: seconds that each part of the last weight switch took. ``"stage"`` is reading
+            and checking, beside generation; the rest stops it: ``"pause"`` (which waits for the
+            step under way), ``"load"``, ``"repack"`` (of a tied head on a CPU), ``"resume"`` (the
+            version, then generation), and all of these with the calls between them, ``"stall"``.
 
     Examples:
         >>> async def answer(folder, prompt_ids):  # doctest: +SKIP
@@ -100,14 +97,17 @@ class VLLMEngine:
         max_model_len: int = 256,
         max_num_seqs: int = 128,
         kv_cache_memory_bytes: int | None = None,
-        on_update: Literal["keep", "recompute"] = "recompute",
+        on_update: _OnUpdate = "recompute",
         block_size: int = 32,
         log_file: Path | None = None,
         seed: int = 0,
         allow_truncated_support: bool = False,
+        heartbeat_s: float = 60.0,
     ) -> None:
-        if on_update not in ("keep", "recompute"):
-            raise ValueError(f"on_update={on_update!r}: give 'keep' or 'recompute'")
+        if on_update not in get_args(_OnUpdate):
+            raise ValueError(f"on_update={on_update!r}: give one of {get_args(_OnUpdate)}")
+        if heartbeat_s <= 0:
+            raise ValueError(f"heartbeat_s={heartbeat_s}: give more than 0 seconds")
         self.model = str(model)
         self.dtype = dtype
         self.max_model_len = max_model_len
@@ -118,10 +118,13 @@ class VLLMEngine:
         self.log_file = None if log_file is None else Path(log_file)
         self.seed = seed
         self.allow_truncated_support = allow_truncated_support
+        self.heartbeat_s = heartbeat_s
+        self.last_update: dict[str, float] = {}
         self._version = 0
         self._engine = None
+        self._thread: LastingThread | None = None
         self._at_exit: multiprocessing.util.Finalize | None = None
-        self._update_lock: asyncio.Lock | None = None
+        self._watch: asyncio.Task | None = None
         self._dead_because: str | None = "it was never started"
 
     @property
@@ -132,92 +135,61 @@ class VLLMEngine:
     async def start(self) -> None:
         """Starts the engine core and loads the model as version 0.
 
+        It takes about 10 s on a CPU. In a process without threads the core is forked, which is
+        fastest, and the event loop stands still meanwhile; otherwise it is started from a thread
+        of its own and the loop goes on. What this process prints meanwhile goes to the
+        ``log_file`` too. An engine that was shut down can be started again.
+
         Raises:
             FileNotFoundError: if the model is neither a folder nor found on the hub.
             RuntimeError: if the engine is running already, or vLLM does not start.
         """
         if self._engine is not None:
             raise RuntimeError("this engine is running; shutdown() it first, or make another")
-        fork = _can_fork()  # before vLLM's import starts threads of its own
-        with _environment(_ENVIRONMENT), _output_to(self.log_file):
-            from vllm import platforms
-
-            on_cpu = platforms.current_platform.is_cpu()
-            if on_cpu:
-                os.environ.update(_CPU_ENVIRONMENT)
-                os.environ.setdefault("OMP_NUM_THREADS", "1")
-            try:
-                self._engine = self._build(on_cpu, fork)
-            except FileNotFoundError:
-                raise
-            except Exception as error:
-                log = "above" if self.log_file is None else f"in {self.log_file}"
-                raise RuntimeError(
-                    f"vLLM did not start on {self.model} with dtype={self.dtype}, "
-                    f"max_model_len={self.max_model_len}: {error} (its own words are {log})"
-                ) from error
-            if self.log_file is not None:
-                _log_to(self.log_file)
+        if can_fork():  # before vLLM's import starts threads of its own
+            self._engine = self._build(fork=True)
+        else:
+            thread = LastingThread(lambda: self._build(fork=False))
+            self._engine = await thread.result()
+            self._thread = thread
         # A process ended by an exception joins its children before it reports, and the core ends
         # only when told to: tell it first.
         self._at_exit = multiprocessing.util.Finalize(
             None, _end, args=(self._engine,), exitpriority=1
         )
+        # vLLM 0.32 starts it with the first request where it is built outside the loop.
+        self._engine._run_output_handler()
         self._dead_because = None
-        self._update_lock = asyncio.Lock()
         self._version = 0
+        self._update_lock = asyncio.Lock()  # held by one weight switch
+        self._pause_lock = asyncio.Lock()  # held by whoever pauses or resumes
+        self._paused = False  # by pause(), not by a switch
+        self._admitting = asyncio.Event()  # not set while anyone has paused
+        self._admitting.set()
+        self._aborting_switches = 0
         try:
             await self._call(self._engine.update_weight_version("0"))
             await self._call(self._engine.get_supported_tasks())  # cached for all requests
         except BaseException:
             await self.shutdown()
             raise
+        self._watch = asyncio.create_task(self._watch_heartbeat(self._engine))
         # The imported modules are garbage to nobody: scanning them stalls the loop for 0.3 s.
         gc.collect()
         gc.freeze()
 
-    def _build(self, on_cpu: bool, fork: bool):
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        model = self.model
-        if not Path(model).is_dir():
-            # Weight updates are checked against the checkpoint's own names and shapes.
-            from huggingface_hub import snapshot_download
-
-            try:
-                model = snapshot_download(model)
-            except Exception as error:
-                raise FileNotFoundError(
-                    f"model={self.model!r} is no folder, and the hub gives none by that name; "
-                    "give a folder with config.json and *.safetensors"
-                ) from error
-        kv_bytes = self.kv_cache_memory_bytes
-        if kv_bytes is None and on_cpu:
-            kv_bytes = _CPU_KV_CACHE_BYTES
-        config = AsyncEngineArgs(
-            model=model,
+    def _build(self, fork: bool):
+        return start_vllm(
+            self.model,
+            fork=fork,
+            log_file=self.log_file,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
-            kv_cache_memory_bytes=kv_bytes,
             block_size=self.block_size,
-            enforce_eager=on_cpu,
-            # vLLM 0.32 rewinds a seeded request's generator after each part of a prompt that is
-            # prefilled in parts, which a CPU's generator can't do: the core would die.
-            enable_chunked_prefill=not on_cpu,
-            skip_tokenizer_init=True,
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls=_WORKER_EXTENSION,
             seed=self.seed,
-        ).create_engine_config()
-        if fork:
-            # Here, because create_engine_config() exports "spawn": 8 s of imports saved.
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-            # At once; a spawned core is bound only when it imports the worker extension, and if
-            # its client is killed in these first seconds, waits 5 minutes for it before it ends.
-            multiprocessing.util.register_after_fork(self, lambda _: die_with_parent())
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        )
 
     async def generate(
         self,
@@ -226,78 +198,74 @@ class VLLMEngine:
         *,
         request_id: str,
         seed: int | None = None,
+        partial: Generation | None = None,
     ) -> Generation:
-        """Samples one answer.
+        """Samples one answer; cancelling the coroutine aborts the request.
 
         Args:
             prompt_ids: token ids of the whole context, at least one.
             sampling: how to draw.
             request_id: unique among the running requests.
             seed: names the random stream; None names it after ``request_id``. The same name
-                gives the same answer, so a resubmitted request needs another.
+                gives the same answer.
+            partial: the beginning of this answer, as an :class:`EngineDeadError` carries it.
+                Sampling goes on after it, from a stream named after its length too. One that a
+                stop token ended, or that leaves no room for a token, is returned as the answer.
+
+        Returns:
+            The whole answer. ``finish_reason="abort"`` means that somebody ended the request
+            inside vLLM.
 
         Raises:
             ValueError: if the prompt is empty, holds unknown ids or leaves no room for a token,
                 or if the sampling truncates the support without leave.
             EngineDeadError: if the engine core dies, or is shut down, before the answer is whole.
         """
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
-
-        self.check_health()
-        if not 0 < len(prompt_ids) < self.max_model_len:
-            raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens: give 1 to {self.max_model_len - 1}, or a "
-                f"larger max_model_len than {self.max_model_len} to the engine"
-            )
-        # vLLM 0.32 checks ids only against a tokenizer; an unknown one would kill its core.
-        vocabulary = self._engine.model_config.get_vocab_size()
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
-            raise ValueError(
-                f"prompt ids run from {min(prompt_ids)} to {max(prompt_ids)}, the vocabulary of "
-                f"{self.model} from 0 to {vocabulary - 1}: tokenizer and model do not match"
-            )
-        if sampling.truncates_support and not self.allow_truncated_support:
-            raise ValueError(
-                f"top_p={sampling.top_p}, top_k={sampling.top_k} truncate the support, which "
-                "biases importance ratios: sample with temperature alone, or build the engine "
-                "with allow_truncated_support=True"
-            )
-        prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)}
-        if self.on_update == "keep":
-            prompt["cache_salt"] = str(self._version)
-        params = self._sampling_params(sampling, request_id if seed is None else seed)
+        answer = Generation([], [], [], "abort") if partial is None else partial
         try:
-            async for output in self._engine.generate(prompt, params, request_id):
-                answer = output.outputs[0]
-        except CoreDeadError as error:
-            raise self._dead() from error
-        except VLLMClientError as error:
-            raise ValueError(f"vLLM refuses request {request_id}: {error}") from error
-        return Generation(
-            token_ids=list(answer.token_ids),
-            log_probs=answer.logprobs.logprobs,
-            versions=[
-                int(span.version)
-                for span in answer.weight_versions
-                for _ in range(span.end - span.start)
-            ],
-            finish_reason=answer.finish_reason,
-        )
+            self.check_health()
+            check_request(
+                prompt_ids,
+                answer.token_ids,
+                sampling,
+                max_model_len=self.max_model_len,
+                vocabulary=self._engine.model_config.get_vocab_size(),
+                allow_truncated_support=self.allow_truncated_support,
+                served=self.model,
+            )
+            stream = request_id if seed is None else seed
+            room = min(sampling.max_new_tokens, self.max_model_len - len(prompt_ids))
+            while answer.finish_reason != "stop" and len(answer.token_ids) < room:
+                while not self._admitting.is_set():
+                    await self._call(self._admitting.wait())
+                switches = self._aborting_switches
+                ids = [*prompt_ids, *answer.token_ids]
+                params = self._sampling_params(sampling, stream, len(answer.token_ids))
+                answer = answer.followed_by(await self._sample(ids, params, request_id))
+                if answer.finish_reason != "abort":
+                    return answer
+                if switches == self._aborting_switches:
+                    # Nobody here did it: a core that is told to end aborts its requests first.
+                    await self._call(self._engine.get_weight_version())
+                    return answer
+        except EngineDeadError as error:
+            error.partial = answer if answer.token_ids else None
+            raise
+        if answer.finish_reason != "stop":
+            answer = dataclasses.replace(answer, finish_reason="length")
+        return answer
 
-    def _sampling_params(self, sampling: SamplingConfig, stream: int | str):
+    def _sampling_params(self, sampling: SamplingConfig, stream: int | str, begun: int):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # Hashed, since neighbouring seeds give correlated streams to the children of a group.
-        digest = hashlib.blake2b(f"{self.seed}/{stream}".encode(), digest_size=8).digest()
         return SamplingParams(
-            max_tokens=sampling.max_new_tokens,
+            max_tokens=sampling.max_new_tokens - begun,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=list(sampling.stop_token_ids),
-            seed=int.from_bytes(digest, "little") >> 2,
+            seed=stream_seed(self.seed, stream, begun),
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -306,12 +274,47 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
+    async def _sample(self, ids: list[int], params, request_id: str) -> Generation:
+        """What one request to vLLM gives; if its core dies, all that came before."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine import FinishReason
+        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
+
+        engine = self._engine
+        prompt = {"type": "token", "prompt_token_ids": ids}
+        if self.on_update == "keep":
+            prompt["cache_salt"] = str(self._version)
+        try:
+            async for output in engine.generate(prompt, params, request_id):
+                answer = output.outputs[0]
+        except CoreDeadError:
+            # vLLM 0.32 keeps the state of a request whose core died. Its tokens came in one
+            # message each step with their log-probabilities and version, so none is unproven.
+            processor = engine.output_processor
+            internal_ids = processor.external_req_ids.get(request_id)
+            if not internal_ids:  # it was never submitted
+                return Generation([], [], [], "abort")
+            state = processor.request_states[internal_ids[-1]]
+            answer = state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
+        except VLLMClientError as error:
+            raise ValueError(f"vLLM refuses request {request_id}: {error}") from error
+        return Generation(
+            token_ids=list(answer.token_ids),
+            log_probs=list(answer.logprobs.logprobs),
+            versions=[
+                int(span.version)
+                for span in answer.weight_versions
+                for _ in range(span.end - span.start)
+            ],
+            finish_reason=answer.finish_reason,
+        )
+
     async def update_weights(self, version: int, path: Path) -> None:
         """Serves the published weights from the next token on.
 
-        The whole publication is checked before generation pauses, so refusing it costs no
+        The whole publication is read and checked beside generation, so refusing it costs no
         running request anything. Running requests carry on; each of their tokens keeps the
-        version that drew it.
+        version that drew it. :attr:`last_update` says what the switch cost.
 
         Args:
             version: version the weights stand for.
@@ -330,36 +333,100 @@ class VLLMEngine:
         await asyncio.shield(self._switch(version, path))
 
     async def _switch(self, version: int, path: Path) -> None:
-        engine = self._engine
         async with self._update_lock:
-            refusals = await self._call(
-                engine.collective_rpc("stage_weights", args=(version, str(path)))
+            begun = time.perf_counter()
+            await self._stage(version, path)
+            staged = time.perf_counter()
+            async with self._pause_lock:
+                try:
+                    parts = await self._apply(version)
+                except EngineDeadError:
+                    raise
+                except Exception as error:
+                    # What serves now is unknown, and nothing may be sampled from it.
+                    await self.shutdown()
+                    self._dead_because = f"the switch to version {version} broke off ({error})"
+                    raise self._dead() from error
+            self.last_update = {"stage": staged - begun, **parts}
+
+    async def _stage(self, version: int, path: Path) -> None:
+        engine = self._engine
+        try:
+            await self._call(engine.collective_rpc("begin_staging", args=(version, str(path))))
+            refusals = [None]
+            while None in refusals:
+                await asyncio.sleep(_STAGING_POLL_S)
+                refusals = await self._call(engine.collective_rpc("staging_verdict"))
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            refusals = [str(error)]
+        if any(refusals):
+            raise WeightUpdateError(
+                f"version {version} refused, version {self._version} keeps serving: "
+                f"{next(filter(None, refusals))}; publish it again, from the model the "
+                f"engine was started with ({self.model})"
             )
-            if any(refusals):
-                raise WeightUpdateError(
-                    f"version {version} refused, version {self._version} keeps serving: "
-                    f"{next(filter(None, refusals))}; publish it again, from the model the "
-                    f"engine was started with ({self.model})"
-                )
-            try:
-                # Not pause_generation(): it sleeps 20 ms, so that outputs come in an order on
-                # which nothing here depends; the core stamps versions itself.
-                await self._call(
-                    engine.engine_core.pause_scheduler_async(
-                        mode="keep", clear_cache=self.on_update == "recompute"
-                    )
-                )
-                await self._call(engine.collective_rpc("apply_staged_weights"))
-                await self._call(engine.update_weight_version(str(version)))
-                self._version = version
-                await self._call(engine.resume_generation())
-            except EngineDeadError:
-                raise
-            except Exception as error:
-                # What serves now is unknown, and nothing may be sampled from it.
-                await self.shutdown()
-                self._dead_because = f"the switch to version {version} broke off ({error})"
-                raise self._dead() from error
+
+    async def _apply(self, version: int) -> dict[str, float]:
+        engine, on_update = self._engine, self.on_update
+        times = [time.perf_counter()]
+        self._admitting.clear()
+        self._aborting_switches += on_update == "abort"
+        await self._call(
+            # Not pause_generation(): it sleeps 20 ms, so that outputs come in an order on which
+            # nothing here depends; the core stamps versions itself.
+            engine.engine_core.pause_scheduler_async(
+                mode="abort" if on_update == "abort" else "keep",
+                clear_cache=on_update != "keep",
+            )
+        )
+        times.append(time.perf_counter())
+        parts = await self._call(engine.collective_rpc("apply_staged_weights", args=(version,)))
+        times.append(time.perf_counter())
+        await self._call(engine.update_weight_version(str(version)))
+        self._version = version
+        if not self._paused:
+            await self._call(engine.resume_generation())
+            self._admitting.set()
+        times.append(time.perf_counter())
+        return {
+            "pause": times[1] - times[0],
+            **parts[0],
+            "resume": times[3] - times[2],
+            "stall": times[3] - times[0],
+        }
+
+    async def pause(self) -> None:
+        """Stops sampling at the next token boundary; requests stay, and new ones queue.
+
+        Weights can be switched meanwhile, and generation stays paused.
+
+        Raises:
+            EngineDeadError: if the engine core is dead, or dies meanwhile.
+        """
+        self.check_health()
+        await asyncio.shield(self._set_paused(True))
+
+    async def resume(self) -> None:
+        """Goes on after :meth:`pause`; during a weight switch, once that is whole.
+
+        Raises:
+            EngineDeadError: if the engine core is dead, or dies meanwhile.
+        """
+        self.check_health()
+        await asyncio.shield(self._set_paused(False))
+
+    async def _set_paused(self, paused: bool) -> None:
+        async with self._pause_lock:
+            self._paused = paused
+            core = self._engine.engine_core
+            if paused:
+                self._admitting.clear()
+                await self._call(core.pause_scheduler_async(mode="keep", clear_cache=False))
+            else:
+                await self._call(core.resume_scheduler_async())
+                self._admitting.set()
 
     async def _call(self, coroutine: Coroutine):
         """Awaits a call into the core; vLLM 0.32 leaves it pending if the core dies under it."""
@@ -381,6 +448,31 @@ class VLLMEngine:
         finally:
             call.cancel()
 
+    async def _watch_heartbeat(self, engine) -> None:
+        """Asks the core for a sign of life now and then, and kills one that gives none."""
+        part = self.heartbeat_s / _BEATS
+        while True:
+            answer = asyncio.ensure_future(self._call(engine.get_weight_version()))
+            try:
+                # In parts, for a loop that stood still itself must not take it for the core.
+                for _ in range(_BEATS):
+                    await asyncio.wait({answer}, timeout=part)
+                    if answer.done():
+                        break
+                else:
+                    self._dead_because = (
+                        f"its engine core answered nothing for {self.heartbeat_s:g} s and was "
+                        "killed; if it was at work, give a larger heartbeat_s"
+                    )
+                    for process in engine.engine_core.resources.engine_manager.processes:
+                        process.kill()
+                    return
+            finally:
+                answer.cancel()
+            if isinstance(answer.exception(), EngineDeadError):
+                return
+            await asyncio.sleep(part)
+
     def check_health(self) -> None:
         """Raises :class:`EngineDeadError` if the engine is not running."""
         if self._engine is None or self._engine.errored:
@@ -400,67 +492,23 @@ class VLLMEngine:
             return
         from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
-        self._dead_because = "it was shut down"
+        self._dead_because = self._dead_because or "it was shut down"
         # vLLM 0.32 cancels its output task and would leave these waiting for ever.
         engine.output_processor.propagate_error(CoreDeadError())
         await asyncio.sleep(0)
-        self._at_exit()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+            self._watch = None
+        # A healthy core takes a second to end: not in this loop.
+        await asyncio.to_thread(self._at_exit)
+        if self._thread is not None:
+            self._thread.end()
+            self._thread = None
 
 
 def _end(engine) -> None:
     engine.shutdown(timeout=_CORE_GRACE_S)
+    # The __del__ of vLLM 0.32 does it again, at the interpreter's end on modules taken apart.
+    engine.shutdown = lambda: None
     gc.unfreeze()  # frozen objects outlive the interpreter, and extension modules complain of it
-
-
-def _can_fork() -> bool:
-    """Whether this process may be forked: no second thread, no process group."""
-    import torch.distributed as dist
-
-    tasks = Path("/proc/self/task")
-    threads = len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count() + 1
-    return threads == 1 and not (dist.is_available() and dist.is_initialized())
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    former = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(former)
-
-
-@contextlib.contextmanager
-def _output_to(log_file: Path | None) -> Iterator[None]:
-    """Sends file descriptors 1 and 2 to the file; child processes started inside keep it."""
-    if log_file is None:
-        yield
-        return
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(saved[0], 1)
-        os.dup2(saved[1], 2)
-        for descriptor in (*saved, log):
-            os.close(descriptor)
-
-
-def _log_to(log_file: Path) -> None:
-    """Sends this process's vLLM logger to the file, from now on."""
-    logger = logging.getLogger("vllm")
-    handler = logging.FileHandler(log_file)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s] %(message)s"))
-    for old in list(logger.handlers):
-        logger.removeHandler(old)
-    logger.addHandler(handler)

@@ -9,10 +9,14 @@ affair (:mod:`torchrl_llm_async.engines.vllm_engine`).
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,60 +41,115 @@ if multiprocessing.current_process().name.startswith("EngineCore"):
         torch._dynamo.config.disable = True
 
 
+class _Staged(NamedTuple):
+    version: int
+    refusal: str  # empty if there is nothing against it
+    tensors: dict[str, torch.Tensor]  # in the model's dtype
+
+
 def _safetensors_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
 class WeightUpdateExtension:
-    """Loads a published set of weights in two steps: check all of it, then apply all of it."""
+    """Loads a published set of weights in two steps: check all of it, then apply all of it.
 
-    def stage_weights(self, version: int, path: str) -> str:
-        """Reads a publication and checks it whole, changing nothing that serves.
+    Checking takes as long as reading does, and runs in a thread beside the engine's steps: the
+    client begins it and asks until there is a verdict, since a core can't call back.
+    """
+
+    _staging: Future[_Staged] | None = None
+
+    def begin_staging(self, version: int, path: str) -> None:
+        """Starts to read a publication and to check it whole, changing nothing that serves.
+
+        One staging runs at a time; one that was begun before and is not applied is given up.
 
         Args:
             version: version the publication must carry, where its metadata names one.
             path: safetensors file, or a folder of them, under Hugging Face names.
+        """
+        if self._staging is not None:
+            self._staging.cancel()
+        self._staging = self._stager.submit(self._read_and_check, version, Path(path))
+
+    def staging_verdict(self) -> str | None:
+        """None while the publication is being read, then the reason to refuse it, or ``""``.
+
+        Raises:
+            Exception: whatever kept it from being checked.
+        """
+        return self._staging.result().refusal if self._staging.done() else None
+
+    def apply_staged_weights(self, version: int) -> dict[str, float]:
+        """Replaces the model's weights by the staged ones; call it while generation is paused.
+
+        Args:
+            version: version they were staged for.
 
         Returns:
-            The reason for refusing it, or an empty string.
-        """
-        staged, stamps = {}, set()
-        try:
-            for file in _safetensors_files(Path(path)):
-                with safe_open(file, framework="pt") as tensors:
-                    stamps.add((tensors.metadata() or {}).get("version", str(version)))
-                    names = tensors.keys()
-                    staged.update((name, tensors.get_tensor(name)) for name in names)
-        except (OSError, SafetensorError) as error:
-            return f"{path} can't be read ({type(error).__name__}: {error})"
-        if stamps - {str(version)}:
-            return f"{path} is stamped version {', '.join(sorted(stamps))}"
-        expected = self._expected_shapes()
-        missing = sorted(expected.keys() - staged.keys())
-        unknown = sorted(staged.keys() - expected.keys())
-        if missing or unknown:
-            return f"{len(missing)} missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}"
-        for name, tensor in staged.items():
-            if tuple(tensor.shape) != expected[name]:
-                return f"{name} has shape {tuple(tensor.shape)}, the model {expected[name]}"
-            if not torch.isfinite(tensor).all():
-                return f"{name} holds values that are not finite"
-        # vLLM 0.32's bf16 CPU kernels keep an fp32 bias unrounded: cast before loading.
-        dtype = self.model_config.dtype
-        self._staged_weights = {name: tensor.to(dtype) for name, tensor in staged.items()}
-        return ""
+            Seconds it took to ``"load"`` them and to ``"repack"`` a tied head.
 
-    def apply_staged_weights(self) -> None:
-        """Replaces the model's weights by the staged ones; call it while generation is paused."""
-        staged, self._staged_weights = self._staged_weights, None
-        self.reload_weights(weights_iterator=iter(staged.items()))
+        Raises:
+            RuntimeError: if something else is staged, or nothing.
+        """
+        staging, self._staging = self._staging, None
+        if staging is None or not staging.done() or (staged := staging.result()).refusal:
+            raise RuntimeError(f"version {version} is not staged")
+        if staged.version != version:
+            raise RuntimeError(f"version {staged.version} is staged, not version {version}")
+        begun = time.perf_counter()
+        self.reload_weights(weights_iterator=iter(staged.tensors.items()))
+        loaded = time.perf_counter()
         if self.model_config.hf_config.tie_word_embeddings:
             for module in self.model_runner.get_model().modules():
                 # On a CPU the head holds a repacked copy of the tied weight, which
                 # reload_weights of vLLM 0.32 leaves as it was.
                 if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
                     dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        return {"load": loaded - begun, "repack": time.perf_counter() - loaded}
 
+    def _read_and_check(self, version: int, path: Path) -> _Staged:
+        tensors: dict[str, torch.Tensor] = {}
+        stamps = set()
+        try:
+            for file in _safetensors_files(path):
+                with safe_open(file, framework="pt") as opened:
+                    stamps.add((opened.metadata() or {}).get("version", str(version)))
+                    names = opened.keys()
+                    tensors.update((name, opened.get_tensor(name)) for name in names)
+        except (OSError, SafetensorError) as error:
+            refusal = f"{path} can't be read ({type(error).__name__}: {error})"
+        else:
+            refusal = (
+                f"{path} is stamped version {', '.join(sorted(stamps))}"
+                if stamps - {str(version)}
+                else self._refusal(tensors)
+            )
+        if refusal:
+            return _Staged(version, refusal, {})
+        # vLLM 0.32's bf16 CPU kernels keep an fp32 bias unrounded: cast before loading.
+        dtype = self.model_config.dtype
+        return _Staged(version, "", {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+    def _refusal(self, tensors: dict[str, torch.Tensor]) -> str:
+        expected = self._expected_shapes
+        missing = sorted(expected.keys() - tensors.keys())
+        unknown = sorted(tensors.keys() - expected.keys())
+        if missing or unknown:
+            return f"{len(missing)} missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}"
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != expected[name]:
+                return f"{name} has shape {tuple(tensor.shape)}, the model {expected[name]}"
+            if not torch.isfinite(tensor).all():
+                return f"{name} holds values that are not finite"
+        return ""
+
+    @functools.cached_property
+    def _stager(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="stages-weights")
+
+    @functools.cached_property
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the checkpoint the engine started from; a tied head has none."""
         shapes = {}
