@@ -121,7 +121,7 @@ def test_generation_stops_at_the_staleness_bound_and_goes_on_with_new_weights(ma
         batch = buffer.sample(timeout=30)
         versions = batch["group", "start_version"]
         assert (versions <= step).all() and (versions >= step - 1).all()
-        collector.update_policy_weights_("unread", version=step + 1)
+        collector.receive_weights("unread", version=step + 1)
     assert collector.stats()["samples"] == 4 * GROUPS_PER_STEP * GROUP_SIZE
 
 
@@ -148,7 +148,7 @@ def test_evaluation_uses_its_own_environment_and_one_version(make_collector):
     )
     collector.start()
     first = collector.evaluate()
-    collector.update_policy_weights_("unread", version=1)
+    collector.receive_weights("unread", version=1)
     second = collector.evaluate()
     assert first.result(30).rewards == [3.0] * 5
     assert (first.result().version, second.result(30).version) == (0, 1)
@@ -177,7 +177,7 @@ def run_all_steps(collector, buffer, steps=2):
     batches = []
     for step in range(steps):
         batches.append(buffer.sample(timeout=60))
-        collector.update_policy_weights_("unread", version=step + 1)
+        collector.receive_weights("unread", version=step + 1)
     return [row for batch in batches for row in batch]
 
 
@@ -360,7 +360,7 @@ def test_pausing_stops_generation_and_resuming_goes_on(make_collector):
     next(groups)
     with collector.pause():
         before = collector.stats()
-        collector.update_policy_weights_("unread", version=1)
+        collector.receive_weights("unread", version=1)
         while collector.policy_version == 0:  # The switch goes through.
             time.sleep(0.01)
         assert collector.stats()["submitted"] <= before["submitted"] + 1
@@ -372,7 +372,7 @@ def test_engines_join_and_leave_while_it_runs(make_collector):
     collector = make_collector(engine=EnginePool([ScriptedEngine(ticks=5)]), total_steps=None)
     groups = iter(collector)
     next(groups)
-    collector.update_policy_weights_("unread", version=1)
+    collector.receive_weights("unread", version=1)
     collector.add_engine(ScriptedEngine(ticks=5)).result(30)
     collector.remove_engine(0).result(30)
     versions = [next(groups)["policy_version", "full"].max() for _ in range(5)]
@@ -397,7 +397,7 @@ def test_stopping_does_not_wait_for_an_evaluation(make_collector):
     )
     collector.start()
     pending = collector.evaluate()
-    collector.update_policy_weights_("unread", version=1)  # queues behind the evaluation
+    collector.receive_weights("unread", version=1)  # queues behind the evaluation
     collector.shutdown(timeout=10)
     with pytest.raises(RuntimeError, match="shut down"):
         pending.result(timeout=1)

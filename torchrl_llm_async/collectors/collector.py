@@ -27,6 +27,7 @@ from tensordict import TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
+from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_llm_async.collectors import host as _host
 from torchrl_llm_async.collectors.rollouts import (
@@ -112,6 +113,8 @@ class AsyncLLMCollector(BaseCollector):
         dump_path: JSON lines file that every finished sample is appended to.
         log_path: file for all that the host prints, vLLM included, if it is a process.
         host: ``"process"`` (default) or ``"thread"``.
+        weight_sync_schemes: ``{"policy": scheme}``, for :meth:`update_policy_weights_` to send by;
+            see :class:`~torchrl_llm_async.weight_update.VLLMSharedWeightSyncScheme`.
 
     Raises:
         ValueError: a count is not positive, or ``host`` is unknown.
@@ -154,6 +157,7 @@ class AsyncLLMCollector(BaseCollector):
         dump_path: str | Path | None = None,
         log_path: str | Path | None = None,
         host: Literal["process", "thread"] = "process",
+        weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
     ):
         super().__init__()
         for name, value in (
@@ -198,6 +202,7 @@ class AsyncLLMCollector(BaseCollector):
         )
         self._engine = engine if isinstance(engine, EnginePool) else EnginePool([engine])
         self.replay_buffer = replay_buffer
+        self._weight_sync_schemes = weight_sync_schemes
         self._host_kind = host
         self._host: threading.Thread | multiprocessing.process.BaseProcess | None = None
         self._groups: queue.SimpleQueue = queue.SimpleQueue()
@@ -253,7 +258,10 @@ class AsyncLLMCollector(BaseCollector):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Ends the host: asked first, killed after ``timeout`` seconds (default 8). Idempotent."""
+        """Ends the host: asked first, killed after ``timeout`` seconds (default 8). Idempotent.
+
+        Publications of its weight sync schemes are removed.
+        """
         del close_env, raise_on_error
         if self._host is None or self._stopping:
             return
@@ -269,6 +277,8 @@ class AsyncLLMCollector(BaseCollector):
                 raise TimeoutError(f"the collector's thread has not ended after {timeout} s")
         self._receiver.join()
         self._connection.close()
+        for scheme in (self._weight_sync_schemes or {}).values():
+            scheme.shutdown()
         if self._error is None:
             self._fail(RuntimeError("the collector was shut down"))
 
@@ -352,11 +362,15 @@ class AsyncLLMCollector(BaseCollector):
                 future.set_exception(error)
 
     # ------------------------------------------------------------------ weights
-    def update_policy_weights_(self, path: str | Path, *, version: int) -> None:  # type: ignore[override]
-        """Tells the engine to switch to published weights at its next token boundary.
+    def receive_weights(self, path: str | Path, *, version: int) -> None:  # type: ignore[override]
+        """Has the engines switch to published weights at their next token boundary.
+
+        Weight sync schemes call this; :meth:`update_policy_weights_` is what a trainer calls. A
+        publication that is refused leaves the former weights serving, to be repaired by the next;
+        if the staleness bound leaves no step in which to publish that, it ends the collector.
 
         Args:
-            path: what :meth:`.WeightPublisher.publish` returned.
+            path: what :meth:`.WeightStore.write` or :meth:`.WeightPublisher.publish` returned.
             version: number of training steps behind these weights.
         """
         self._command("weights", version, Path(path))

@@ -38,7 +38,7 @@ from torchrl_llm_async.recipes.batches import BatchFeed, Minibatch, StepBatch
 from torchrl_llm_async.recipes.collection import make_collector
 from torchrl_llm_async.recipes.config import HF_KEY_MAPS, ConfigError, load_config
 from torchrl_llm_async.recipes.report import CheckpointKeeper, Report, finished
-from torchrl_llm_async.weight_update import WeightPublisher, WeightStore
+from torchrl_llm_async.weight_update import VLLMSharedWeightSyncScheme
 
 
 class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
@@ -60,7 +60,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         training.set_seed(seed=cfg.seed)
         self._collector: AsyncLLMCollector | None = None
         self._buffer: StalenessReplayBuffer | None = None
-        self._store: WeightStore | None = None
+        self._weights: VLLMSharedWeightSyncScheme | None = None
         self._report: Report | None = None
         self._metric_logger = None
         self._evaluations: list[Future[Evaluation]] = []
@@ -91,9 +91,13 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         if self._loss.needs_reference:
             reference = self._setup_model(weights).requires_grad_(False)
             self._loss.reference_network = actor(reference)
-        self._publisher = WeightPublisher(
-            self._model, self._store, HF_KEY_MAPS[cfg.checkpointer.model_type]
+        self._weights = VLLMSharedWeightSyncScheme(
+            HF_KEY_MAPS[cfg.checkpointer.model_type],
+            root=cfg.weights_dir,
+            # While an evaluation holds the engines at one version, so many more are published.
+            keep=max(2, cfg.max_staleness + 1),
         )
+        self._weights.init_on_sender(model_id="policy", context=self._collector, model=self._model)
         self._feed = BatchFeed(
             self._buffer,
             self._loss,
@@ -108,7 +112,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             self._collected = self._collector.stats()
 
     def _setup_collection(self) -> None:
-        """The replay buffer, the collector that fills it, and the folder weights go through."""
+        """The replay buffer, and the collector that fills it."""
         cfg = self._cfg
         self._buffer = StalenessReplayBuffer(
             groups_per_step=cfg.groups_per_step,
@@ -123,8 +127,6 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             replay_buffer=self._buffer,
         )
         self._collector.start()
-        # While an evaluation holds the engine at one version, so many more are published.
-        self._store = WeightStore.temporary(cfg.weights_dir, keep=max(2, cfg.max_staleness + 1))
 
     def _setup_model(self, weights: dict[str, torch.Tensor]) -> nn.Module:
         """A decoder sharded over all ranks: fp32 master weights, ``dtype`` compute."""
@@ -153,9 +155,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             start = time.perf_counter()
             metrics = self._train_step(batch)
             trained = time.perf_counter()
-            path = self._publisher.publish(step + 1)
+            self._weights.send(version=step + 1)
             if self._is_rank_zero:
-                self._collector.update_policy_weights_(path, version=step + 1)
                 metrics["train_s"] = trained - start
                 metrics["publish_s"] = time.perf_counter() - trained
                 self._log(step, metrics, batch)
@@ -276,7 +277,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             # Not the index of a checkpoint in several files: this one is whole.
             if file.suffix in (".json", ".jinja", ".txt", ".model") and ".index." not in file.name:
                 shutil.copy(file, folder)
-        shutil.copy(self._store.path(version), folder / "model.safetensors")
+        shutil.copy(self._weights.store.path(version), folder / "model.safetensors")
 
     def _finish(self) -> None:
         """Waits for the last evaluations and prints the closing table."""
@@ -299,7 +300,9 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.ExitStack() as stack:
             stack.callback(dist.destroy_process_group)
-            for part in (self._store, self._metric_logger, self._report):
+            if self._weights is not None:
+                stack.callback(self._weights.shutdown)
+            for part in (self._metric_logger, self._report):
                 if part is not None:
                     stack.callback(part.close)
             if self._collector is not None:
