@@ -89,6 +89,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
                 *("--model", model, "--host", "127.0.0.1", "--port", str(port)),
                 *("--tokens-only", "--logprobs-mode", "processed_logprobs"),
+                "--disable-uvicorn-access-log",
                 *("--worker-extension-cls", EXTENSION, "--block-size", "32"),
                 *("--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"),
                 *("--kv-cache-memory-bytes", str(256 << 20)),
@@ -282,7 +283,7 @@ class TestGenerate:
         ("prompt", "sampling", "message"),
         [
             ([], SHORT, "prompt of 0 tokens"),
-            ([1] * CONTEXT, SHORT, f"larger --max-model-len than {CONTEXT}"),
+            ([1] * CONTEXT, SHORT, f"larger max_model_len than {CONTEXT}"),
             ([1000], SHORT, "tokenizer and model do not match"),
             (PROMPT, SamplingConfig(max_new_tokens=4, top_p=0.9), "allow_truncated_support"),
             (PROMPT, SamplingConfig(max_new_tokens=4, stop_token_ids=(99,)), "refuses this.*99"),

@@ -19,6 +19,7 @@ from torchrl_llm_async.engines.base import EngineDeadError
 
 # Below the 5 s after which vLLM closes an idle connection: a request must not meet that.
 _KEEP_ALIVE_S = 2.0
+_BEATS = 10  # parts of silence_s: one of them between two signs of life, the others for waiting
 
 
 class Conversation:
@@ -68,15 +69,22 @@ class Conversation:
         self._heartbeat = asyncio.create_task(self._beat(path), name=f"heartbeat of {self.url}")
 
     async def _beat(self, path: str) -> None:
-        period = self.silence_s / 2
+        part = self.silence_s / _BEATS
         with contextlib.suppress(EngineDeadError):  # every other request will raise it again
             while True:
-                await asyncio.sleep(period)
+                answer = asyncio.ensure_future(self.call(path, method="GET"))
                 try:
-                    async with asyncio.timeout(period):
-                        await self.call(path, method="GET")
-                except TimeoutError:
-                    raise self.lose(f"it gave no sign of life for {self.silence_s} s") from None
+                    # In parts, for a loop that stood still itself must not take it for the server.
+                    for _ in range(_BEATS - 1):
+                        await asyncio.wait({answer}, timeout=part)
+                        if answer.done():
+                            break
+                    else:
+                        raise self.lose(f"it gave no sign of life for {self.silence_s:g} s")
+                    answer.result()
+                finally:
+                    answer.cancel()
+                await asyncio.sleep(part)
 
     async def call(
         self,

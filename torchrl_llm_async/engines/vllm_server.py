@@ -10,13 +10,14 @@ is :mod:`torchrl_llm_async.engines.vllm_worker`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchrl_llm_async.engines._requests import check_request, stream_seed
 from torchrl_llm_async.engines.base import (
     EngineDeadError,
     Generation,
@@ -33,11 +34,12 @@ _WORKER_EXTENSION = "torchrl_llm_async.engines.vllm_worker.WeightUpdateExtension
 _HOW_TO_LAUNCH = "docs/engines.md has the whole command"
 _STREAM_INTERVAL = 16  # tokens per message: what a lost server costs, against a message's cost
 _POLL_S = 0.05
+_NAN = -9999.0  # vLLM 0.32's word for it over HTTP, which must not pass for a log-probability
 # In force while a switch is under way: a client that finds it knows that nobody finished it.
 _SWITCHING = "switching"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Answer:
     """What has come of an answer; the server tells the versions only with its last token."""
 
@@ -126,7 +128,7 @@ class VLLMServerEngine:
         self._version = 0
         self._paused = False
         self._switching = False
-        self._answers: list[_Answer] = []
+        self._answers: set[_Answer] = set()
         self._server: Conversation | None = None
 
     @property
@@ -147,19 +149,18 @@ class VLLMServerEngine:
         from torchrl_llm_async.engines._http import Conversation
 
         self._server = Conversation(self.url, silence_s=self.heartbeat_s)
-        self._answers = []
         self._switching = self._paused = False
         self._update_lock = asyncio.Lock()
         self._pause_lock = asyncio.Lock()
         try:
             await self._wait_for_the_server()
+            self._server.keep_watch("weight_info")  # asks the core itself, which /health does not
             await self._check_its_launch()
             self._version = await self._served_version()
             await self._server.call("resume")
         except BaseException:
             await self.shutdown()
             raise
-        self._server.keep_watch("weight_info")  # asks the core itself, which /health does not
 
     async def _wait_for_the_server(self) -> None:
         try:
@@ -239,6 +240,8 @@ class VLLMServerEngine:
             seed: names the random stream; None names it after ``request_id``. The same name gives
                 the same answer.
             partial: the beginning of this answer, from an engine that could not finish it.
+                Sampling goes on after it, from a stream named after its length too. One that a
+                stop token ended, or that leaves no room for a token, is returned as the answer.
 
         Returns:
             The whole answer, ``partial`` included.
@@ -250,29 +253,41 @@ class VLLMServerEngine:
             EngineDeadError: if the server is lost, or :meth:`shutdown` called, before the answer
                 is whole; its ``partial`` holds the tokens whose version is proven.
         """
-        begun = partial or Generation([], [], [], "abort")
-        answer = _Answer(self._version)
-        if self._switching:
-            answer.freeze()
-        self._answers.append(answer)
+        begun = Generation([], [], [], "abort") if partial is None else partial
+        answer = None
         try:
             self.check_health()
-            self._check_request(prompt_ids, sampling)
-            room = self.max_model_len - len(prompt_ids)
-            room = min(room, sampling.max_new_tokens) - len(begun.token_ids)
-            if room < 1:
+            check_request(
+                prompt_ids,
+                begun.token_ids,
+                sampling,
+                max_model_len=self.max_model_len,
+                vocabulary=self._vocabulary,
+                allow_truncated_support=self.allow_truncated_support,
+                served=f"the model at {self.url}",
+            )
+            room = min(sampling.max_new_tokens, self.max_model_len - len(prompt_ids))
+            if begun.finish_reason == "stop":
+                return begun
+            if len(begun.token_ids) >= room:
                 return begun.followed_by(Generation([], [], [], "length"))
+            if self._switching:
+                async with self._pause_lock:  # until the switch is over
+                    self.check_health()
+            answer = _Answer(self._version)
+            self._answers.add(answer)
+            stream = request_id if seed is None else seed
             request = {
                 "request_id": request_id,
                 "token_ids": [*prompt_ids, *begun.token_ids],
                 "stream": True,
                 "sampling_params": {
-                    "max_tokens": room,
+                    "max_tokens": room - len(begun.token_ids),
                     "temperature": sampling.temperature,
                     "top_p": sampling.top_p,
                     "top_k": sampling.top_k,
                     "stop_token_ids": list(sampling.stop_token_ids),
-                    "seed": self._hashed(request_id if seed is None else seed, begun),
+                    "seed": stream_seed(self.seed, stream, len(begun.token_ids)),
                     "logprobs": 0,
                     "detokenize": False,
                     "stream_interval": _STREAM_INTERVAL,
@@ -282,39 +297,11 @@ class VLLMServerEngine:
                 request["cache_salt"] = str(self._version)
             return begun.followed_by(await self._stream(request, answer))
         except EngineDeadError as error:
-            whole = begun.followed_by(answer.partial())
+            whole = begun if answer is None else begun.followed_by(answer.partial())
             error.partial = whole if whole.token_ids else None
             raise
         finally:
-            self._answers.remove(answer)
-
-    def _check_request(self, prompt_ids: Sequence[int], sampling: SamplingConfig) -> None:
-        if not 0 < len(prompt_ids) < self.max_model_len:
-            raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens: give 1 to {self.max_model_len - 1}, or a "
-                f"larger --max-model-len than {self.max_model_len} to the server at {self.url}"
-            )
-        # vLLM 0.32 checks ids only against a tokenizer; an unknown one would kill its core.
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
-            raise ValueError(
-                f"prompt ids run from {min(prompt_ids)} to {max(prompt_ids)}, the vocabulary of "
-                f"the model at {self.url} from 0 to {self._vocabulary - 1}: tokenizer and model do "
-                "not match"
-            )
-        if sampling.truncates_support and not self.allow_truncated_support:
-            raise ValueError(
-                f"top_p={sampling.top_p}, top_k={sampling.top_k} truncate the support, which "
-                "biases importance ratios: sample with temperature alone, or build the engine "
-                "with allow_truncated_support=True"
-            )
-
-    def _hashed(self, stream: int | str, begun: Generation) -> int:
-        """Seed of a random stream: neighbouring ones would be correlated, and a rest's repeat."""
-        name = f"{self.seed}/{stream}"
-        if begun.token_ids:
-            name += f"/{len(begun.token_ids)}"
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 2
+            self._answers.discard(answer)
 
     async def _stream(self, request: dict, answer: _Answer) -> Generation:
         """Fills the answer as messages come; the last one brings its versions."""
@@ -331,7 +318,10 @@ class VLLMServerEngine:
                     raise server.refusal(error["message"])
                 (choice,) = message["choices"]
                 token_ids = choice["token_ids"]
-                log_probs = [token["logprob"] for token in choice["logprobs"]["content"]]
+                log_probs = [
+                    math.nan if token["logprob"] == _NAN else token["logprob"]
+                    for token in choice["logprobs"]["content"]
+                ]
                 if choice["finish_reason"] is not None:
                     # Not into what may be carried on elsewhere: there may be a stop token at its
                     # end. Read on: a connection is used again only if it was read to its end.
@@ -371,13 +361,13 @@ class VLLMServerEngine:
         """
         self.check_health()
         # Shielded: a caller that gives up leaves a whole switch behind, not half of one.
-        await asyncio.shield(self._switch(version, path))
+        await asyncio.shield(self._switch(self._server, version, path))
 
-    async def _switch(self, version: int, path: Path) -> None:
+    async def _switch(self, server: Conversation, version: int, path: Path) -> None:
         async with self._update_lock:
-            await self._rpc("begin_staging", version, str(Path(path).absolute()))
+            await _rpc(server, "begin_staging", version, str(Path(path).absolute()))
             # A server can't call back.
-            while None in (verdicts := await self._rpc("staging_verdict")):
+            while None in (verdicts := await _rpc(server, "staging_verdict")):
                 await asyncio.sleep(_POLL_S)
             if any(verdicts):
                 raise WeightUpdateError(
@@ -387,46 +377,52 @@ class VLLMServerEngine:
                 )
             async with self._pause_lock:
                 try:
-                    await self._apply(version)
+                    await self._apply(server, version)
                 except ValueError as error:
-                    raise self._server.lose(
+                    raise server.lose(
                         f"the switch to version {version} broke off ({error})"
                     ) from error
 
-    async def _apply(self, version: int) -> None:
+    async def _apply(self, server: Conversation, version: int) -> None:
         self._switching = True
         for answer in self._answers:
             answer.freeze()
-        await self._pause_server(clear_cache=self.on_update == "recompute")
-        await self._server.call("update_weight_version", {"new_version": _SWITCHING})
-        await self._rpc("apply_staged_weights", version)
-        await self._server.call("update_weight_version", {"new_version": str(version)})
+        await _pause(server, clear_cache=self.on_update == "recompute")
+        await server.call("update_weight_version", {"new_version": _SWITCHING})
+        await _rpc(server, "apply_staged_weights", version)
+        await server.call("update_weight_version", {"new_version": str(version)})
         self._version = version
         self._switching = False
         if not self._paused:
-            await self._server.call("resume")
+            await server.call("resume")
 
     async def pause(self) -> None:
-        """Stops sampling at the next token boundary; requests stay, and new ones queue."""
-        async with self._pause_lock:
-            self._paused = True
-            await self._pause_server(clear_cache=False)
+        """Stops sampling at the next token boundary; requests stay, and new ones queue.
+
+        Weights can be switched meanwhile, and generation stays paused.
+
+        Raises:
+            EngineDeadError: if the server is lost.
+        """
+        self.check_health()
+        await asyncio.shield(self._set_paused(self._server, True))
 
     async def resume(self) -> None:
-        """Goes on after :meth:`pause`."""
+        """Goes on after :meth:`pause`; during a weight switch, once that is whole.
+
+        Raises:
+            EngineDeadError: if the server is lost.
+        """
+        self.check_health()
+        await asyncio.shield(self._set_paused(self._server, False))
+
+    async def _set_paused(self, server: Conversation, paused: bool) -> None:
         async with self._pause_lock:
-            self._paused = False
-            await self._server.call("resume")
-
-    async def _pause_server(self, *, clear_cache: bool) -> None:
-        await self._server.call(
-            "pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"}
-        )
-
-    async def _rpc(self, method: str, *args: int | str) -> list[Any]:
-        """Calls the worker extension; gives one result per worker."""
-        answer = await self._server.call("collective_rpc", {"method": method, "args": args})
-        return answer["results"]
+            self._paused = paused
+            if paused:
+                await _pause(server, clear_cache=False)
+            else:
+                await server.call("resume")
 
     def check_health(self) -> None:
         """Raises :class:`EngineDeadError` if the server is not known to be running."""
@@ -445,3 +441,14 @@ class VLLMServerEngine:
         server, self._server = self._server, None
         if server is not None:
             await server.close("the engine was shut down")
+
+
+async def _rpc(server: Conversation, method: str, *args: int | str) -> list[Any]:
+    """Calls the worker extension; gives one result per worker."""
+    answer = await server.call("collective_rpc", {"method": method, "args": args})
+    return answer["results"]
+
+
+async def _pause(server: Conversation, *, clear_cache: bool) -> None:
+    choices = {"mode": "keep", "clear_cache": "true" if clear_cache else "false"}
+    await server.call("pause", params=choices)
