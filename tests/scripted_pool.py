@@ -87,7 +87,8 @@ class Engine:
     """One token per turn of the loop; its weights are the number in the publication's name.
 
     Attributes:
-        refuse: names of the publications it refuses.
+        refuse: paths of the publications it refuses.
+        oldest_kept: it finds no older publications.
         fail_starts: how many of its next starts fail.
         slow: turns a start or a switch takes.
         unproven: tokens at the end of an interrupted answer whose version is not proven.
@@ -97,7 +98,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.refuse: set[str] = set()
-        self.fail_starts = self.unproven = 0
+        self.fail_starts = self.unproven = self.oldest_kept = 0
         self.slow = 1
         self.alive = self.silent = self.paused = False
         self.version = self.weights = 0
@@ -176,7 +177,7 @@ class Engine:
             await self._end_of(life)
         if self.life != life or not self.alive:
             raise self._dead()
-        if path.name in self.refuse:
+        if str(path) in self.refuse or version < self.oldest_kept:
             raise WeightUpdateError(f"{path} refused, as told")
         self.version, self.weights = version, int(path.name.rpartition("-")[2])
 
@@ -197,6 +198,7 @@ class Engine:
     async def shutdown(self) -> None:
         self.calls.append("shutdown")
         self.alive = self.silent = False
+        await turns(1)
 
 
 @contextlib.asynccontextmanager

@@ -97,6 +97,15 @@ class TestLife:
             with pytest.raises(EngineDeadError, match="was shut down"):
                 await pool.generate([3], SamplingConfig(max_new_tokens=2), request_id="late")
 
+    @on_the_clock
+    async def test_shutdown_breaks_off_a_restart(self) -> None:
+        async with running(1) as (pool, (engine,)):
+            engine.slow = 10**6
+            engine.kill()
+            pool.check_health()
+            await turns(5)
+            await pool.shutdown()
+
     @pytest.mark.parametrize(
         ("make", "message"),
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,36 @@ class TestUpdateWeights:
             assert pool.version == engine.version == 4
 
     @on_the_clock
+    async def test_no_engine_is_told_of_older_weights_than_it_serves(self) -> None:
+        async with running(2) as (pool, (a, b)):
+            b.slow = 40
+            a.kill()
+            pool.check_health()
+            updates = [
+                asyncio.create_task(pool.update_weights(v, publication(v))) for v in (1, 2, 3)
+            ]
+            await until(lambda: len(pool.engines) == 2)
+            assert (a.version, b.version) == (3, 0)
+            await asyncio.gather(*updates)
+            assert [call for call in a.calls if "update" in call] == ["update 3"] * 2
+            assert pool.version == 3
+
+    @on_the_clock
+    async def test_refused_by_one_that_then_joined_with_a_later_one(self) -> None:
+        async with running(2) as (pool, (a, b)):
+            await pool.update_weights(1, publication(1))
+            a.refuse |= {"weights-1", "weights-2"}
+            b.slow = 50
+            a.kill()
+            b.kill()
+            pool.check_health()
+            second = asyncio.create_task(pool.update_weights(2, publication(2)))
+            await until(lambda: a.calls[-2:] == ["update 2", "update 1"])
+            await turns(5)
+            await asyncio.gather(second, pool.update_weights(3, publication(3)))
+            assert pool.engines == (a,)
+
+    @on_the_clock
     async def test_older_than_the_last_is_a_mistake(self) -> None:
         async with running(1) as (pool, _):
             await pool.update_weights(4, publication(4))
@@ -142,6 +173,41 @@ class TestPublicationGone:
             engine.kill()
             assert (await ask(pool, [3], "x")).versions == [2] * 3
             assert engine.calls[-3:] == ["start", "update 3", "update 2"]
+
+    @on_the_clock
+    async def test_nothing_older_while_others_serve(self) -> None:
+        """It would hold back the version that is just being switched to."""
+        async with running(2) as (pool, (a, b)):
+            await pool.update_weights(1, publication(1))
+            b.slow = 50
+            a.refuse.add("weights-2")
+            a.kill()
+            await pool.update_weights(2, publication(2))
+            assert (pool.engines, pool.version) == ((b,), 2)
+
+    @pytest.mark.parametrize("how", ["the one that lagged behind died", "the caller gave up"])
+    @on_the_clock
+    async def test_nothing_older_than_the_last_served(self, how: str) -> None:
+        async with running(2) as (pool, (a, b)):
+            await pool.update_weights(1, publication(1))
+            update = asyncio.create_task(pool.update_weights(2, publication(2)))
+            if how == "the caller gave up":
+                await until(lambda: a.version == b.version == 2)
+                update.cancel()
+            else:
+                a.refuse.add("weights-2")
+                await asyncio.wait([update])
+                a.kill()
+                pool.check_health()
+                assert pool.engines == (b,)
+            for engine in (a, b):
+                engine.refuse.add("weights-2")
+                engine.kill()
+            request = ask(pool, [3], "x")
+            await asyncio.sleep(30)
+            assert pool.engines == ()
+            await pool.update_weights(3, publication(3))
+            assert (await request).versions == [3] * 3
 
     @on_the_clock
     async def test_update_refused_while_none_lives_raises(self) -> None:
@@ -267,6 +333,23 @@ class TestAddAndRemove:
             await pool.add(b)
             assert pool.engines == (a, b)
 
+    @pytest.mark.inv5
+    @on_the_clock
+    async def test_the_last_hope_fails(self) -> None:
+        async with running(1, max_restarts=0) as (pool, (a,)):
+            b = Engine()
+            b.slow, b.fail_starts = 30, 1
+            adding = asyncio.create_task(pool.add(b))
+            await turns(2)
+            a.kill()
+            request = ask(pool, [5], "x")
+            await turns(10)
+            assert not request.done()
+            for error in await asyncio.gather(request, adding, return_exceptions=True):
+                assert type(error) is EngineDeadError
+                assert "no engine is left" in str(error)
+                assert "no memory, as told" in str(error)
+
     @on_the_clock
     async def test_removed_engine_finishes_what_it_has_begun(self) -> None:
         async with running(2) as (pool, (a, b)):
@@ -319,15 +402,27 @@ class TestAddAndRemove:
     @on_the_clock
     async def test_engine_being_replaced_is_removed(self) -> None:
         async with running(2) as (pool, (a, b)):
-            a.slow = 50
+            a.slow = 10**6
             a.kill()
             pool.check_health()
             await turns(5)
             await pool.remove(a)
             assert a.calls == ["start", "shutdown", "start", "shutdown"]
-            await turns(100)
             assert pool.engines == (b,)
             assert not a.alive
+
+    @pytest.mark.parametrize("wait", range(5))
+    @on_the_clock
+    async def test_engine_being_given_up_is_removed(self, wait: int) -> None:
+        async with running(2, max_restarts=0) as (pool, (a, b)):
+            a.kill()
+            pool.check_health()
+            await turns(wait)
+            with suppress(ValueError):  # it is gone already
+                await pool.remove(a)
+            await turns(5)
+            check_whole(await ask(pool, [5], "x"), [5])
+            assert pool.engines == (b,)
 
     @on_the_clock
     async def test_strangers_and_misfits(self) -> None:

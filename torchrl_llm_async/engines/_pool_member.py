@@ -81,7 +81,7 @@ class Member:
 
     def died(self) -> None:
         """Ends this life."""
-        self.live, self.refused = False, {}
+        self.live = False
         self.life += 1
 
     def first_choice(self, publications: list[Publication]) -> Publication | None:

@@ -427,7 +427,6 @@ class EnginePool:
                 await member.set_paused(self._paused)
             else:
                 break
-        member.engine.check_health()
         member.live = True
         self._supervisor.tell()
         torchrl_logger.info(f"{member.name} serves version {member.engine.version}")
