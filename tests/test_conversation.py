@@ -245,12 +245,12 @@ def test_a_prompt_to_think_again(tokenizer):
     assert turn(env, conversation, encode(tokenizer, "7<end>")) == added
 
 
-def test_a_step_can_be_tried_again_on_a_clone(tokenizer):
+def test_a_step_can_be_tried_again_on_a_copy(tokenizer):
     """Tools add their results in place, also to the action."""
     env, conversation = begin(tokenizer, Replies(["lost"], ["kept"]))
     action = conversation.respond(encode(tokenizer, "a<end>"))
-    env.step(action.clone())
-    conversation.observe(env.step(action.clone())["next"])
+    env.step(action.copy())
+    conversation.observe(env.step(action.copy())["next"])
     assert conversation.response.endswith("<start>tool\nkept<end>\n<start>assistant\n")
 
 

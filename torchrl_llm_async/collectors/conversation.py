@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.llm import History
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ class Conversation:
     def respond(self, token_ids: Sequence[int]) -> TensorDictBase:
         """Appends the policy's tokens; returns the tensordict to step the environment with.
 
-        It holds what TorchRL's own policies write: ``"prompt"``, ``"response"`` and ``"full"``
-        under ``"tokens"`` and ``"text"`` and, in that mode, ``"history"``. The text of an answer is
-        without the special token that ends it. Tool transforms change the tensordict in place: give
-        each attempt at a step a ``clone()`` of it.
+        As TorchRL's own policies do, it fills in ``"prompt"``, ``"response"`` and ``"full"`` under
+        ``"tokens"`` and ``"text"`` and, in that mode, ``"history"``; log-probabilities and masks it
+        does not. The text of an answer is without the special token that ends it. Tool transforms
+        change the tensordict in place: give each attempt at a step a ``copy()`` of it.
         """
         before = len(self.token_ids)
         self.token_ids.extend(token_ids)
@@ -211,11 +211,20 @@ class Conversation:
         """The text of these tokens if they are special ones, else the empty text."""
         return "" if self._decode(token_ids, skip_special=True) else self._decode(token_ids)
 
-    @staticmethod
-    def _write(action: TensorDictBase, name: str, prompt: Any, response: Any, full: Any) -> None:
-        for key, value in (("prompt", prompt), ("response", response), ("full", full)):
-            batched = value[None] if isinstance(value, torch.Tensor) else [value]
-            action[name, key] = batched if action.ndim else value
+    def _write(
+        self, action: TensorDictBase, name: str, prompt: Any, response: Any, full: Any
+    ) -> None:
+        entries = {"prompt": prompt, "response": response, "full": full}
+        if action.ndim:
+            entries = {
+                key: value[None] if isinstance(value, torch.Tensor) else [value]
+                for key, value in entries.items()
+            }
+        if name != self.mode:
+            action[name] = TensorDict(entries, action.batch_size)
+        else:  # The prompt is the environment's, and it may hold more beside it.
+            action[name, "response"] = entries["response"]
+            action[name, "full"] = entries["full"]
 
 
 def _input_mode(observation: TensorDictBase) -> str:
