@@ -189,9 +189,9 @@ class Conversation:
     def _append(self, text: str) -> None:
         """Appends an environment's text, less an end of turn that was sampled already."""
         if self._end_of_turn:
-            head, _, rest = text.partition(self._end_of_turn)
-            if rest != "" or text.endswith(self._end_of_turn):
-                text = text if head.strip() else rest
+            space, found, rest = text.partition(self._end_of_turn)
+            if found and not space.strip():
+                text = rest
         self.token_ids.extend(self._encode(text))
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
