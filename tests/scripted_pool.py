@@ -172,11 +172,12 @@ class Engine:
         self.check_health()
         life = self.life
         self.calls.append(f"update {version}")
-        await turns(self.slow)
-        if self.silent:
-            await self._end_of(life)
-        if self.life != life or not self.alive:
-            raise self._dead()
+        for _ in range(self.slow):
+            await turns(1)
+            if self.silent:
+                await self._end_of(life)
+            if self.life != life or not self.alive:
+                raise self._dead()
         if str(path) in self.refuse or version < self.oldest_kept:
             raise WeightUpdateError(f"{path} refused, as told")
         self.version, self.weights = version, int(path.name.rpartition("-")[2])
