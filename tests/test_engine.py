@@ -1,28 +1,24 @@
-"""The vLLM engine against transformers: tokens, log-probabilities, versions, switches, failures."""
+"""The vLLM engine's requests against transformers: tokens, log-probabilities, ends, pauses."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import select
-import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import EngineHost, heed_interrupts
-from safetensors.torch import load_file
+from conftest import EngineHost
+from policies import assert_true, initial_weights
 
 from torchrl_llm_async.engines import (
     EngineDeadError,
+    Generation,
     GenerationEngine,
     SamplingConfig,
     VLLMEngine,
-    WeightUpdateError,
 )
+from torchrl_llm_async.engines._heartbeat import until_silent
 from torchrl_llm_async.weight_update import WeightStore
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -49,62 +45,97 @@ class TestWithoutVLLM:
         assert isinstance(engine, GenerationEngine)
         with pytest.raises(ValueError, match="on_update='drop'"):
             VLLMEngine(tmp_path, on_update="drop")
+        with pytest.raises(ValueError, match="heartbeat_s=0"):
+            VLLMEngine(tmp_path, heartbeat_s=0)
 
     def test_use_before_start_raises(self, tmp_path: Path) -> None:
         with pytest.raises(EngineDeadError, match="never started"):
             VLLMEngine(tmp_path).check_health()
 
 
+class TestHeartbeat:
+    def test_silence_ends_it_and_answers_do_not(self) -> None:
+        answers = 0
+
+        async def three_times() -> None:
+            nonlocal answers
+            if answers == 3:
+                await asyncio.Event().wait()
+            answers += 1
+
+        asyncio.run(until_silent(three_times, seconds=0.02))
+        assert answers == 3
+
+    def test_a_loop_that_stood_still_is_no_silence(self) -> None:
+        async def scenario() -> bool:
+            watch = asyncio.ensure_future(until_silent(lambda: asyncio.to_thread(int), 0.1))
+            await asyncio.sleep(0)
+            time.sleep(0.3)  # the answer has come, and every timer is due
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return watch.cancel()
+
+        assert asyncio.run(scenario())
+
+    def test_what_the_question_raises_is_raised(self) -> None:
+        async def broken() -> None:
+            raise EngineDeadError("gone")
+
+        with pytest.raises(EngineDeadError, match="gone"):
+            asyncio.run(until_silent(broken, seconds=1.0))
+
+
 @pytest.fixture
-def host(engine_host: EngineHost) -> EngineHost:
-    """The shared engine, which a test may switch to a further version."""
+def host(engine_host: EngineHost, tiny_model: Path, tmp_path: Path) -> EngineHost:
+    """The shared engine, at a version of the initial weights."""
     engine_host.engine.check_health()
+    version = engine_host.engine.version + 1
+    path = WeightStore(tmp_path / "weights").write(version, initial_weights(tiny_model).items())
+    engine_host.run(engine_host.engine.update_weights(version, path))
     return engine_host
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "weights")
-
-
-def _reference_log_probs(
-    tiny_model: Path, weights: dict[str, torch.Tensor], tokens: list[int], temperature: float
-) -> torch.Tensor:
-    """log p(token i | tokens before i) of every token but the first, by transformers."""
-    from transformers import Qwen2ForCausalLM
-
-    model = Qwen2ForCausalLM.from_pretrained(tiny_model)
-    model.load_state_dict(weights, strict=False)
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        log_probs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-    return log_probs.gather(-1, ids[0, 1:, None])[:, 0]
-
-
-def _changed(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in weights.items()
-    }
 
 
 @needs_engine
 class TestGenerate:
+    @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.9)])
     def test_log_probs_are_the_sampling_distributions(
-        self, host: EngineHost, tiny_model: Path, store: WeightStore
+        self,
+        host: EngineHost,
+        tiny_model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        temperature: float,
+        top_p: float,
     ) -> None:
-        weights = load_file(tiny_model / "model.safetensors")
-        version = host.engine.version + 1
-        host.run(host.engine.update_weights(version, store.write(version, weights.items())))
-        sampling = SamplingConfig(max_new_tokens=24, temperature=0.7)
-        answer = host.run(host.engine.generate(PROMPT, sampling, request_id="temperature"))
+        monkeypatch.setattr(host.engine, "allow_truncated_support", True)
+        sampling = SamplingConfig(max_new_tokens=200, temperature=temperature, top_p=top_p)
+        answer = host.run(host.engine.generate(PROMPT, sampling, request_id="sampled"))
         assert answer.finish_reason == "length"
-        assert len(answer.token_ids) == len(answer.log_probs) == len(answer.versions) == 24
-        assert set(answer.versions) == {version}
-        wanted = _reference_log_probs(tiny_model, weights, PROMPT + answer.token_ids, 0.7)
-        found = torch.tensor(answer.log_probs)
-        torch.testing.assert_close(found, wanted[len(PROMPT) - 1 :], atol=2e-5, rtol=0)
+        assert answer.versions == [host.engine.version] * 200
+        weights_of = {host.engine.version: initial_weights(tiny_model)}
+        how = {"temperature": temperature, "top_p": top_p}
+        assert_true(answer, tiny_model, weights_of, PROMPT, **how)
+
+    def test_a_group_computes_its_prompt_once(
+        self, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prompt = [7 + i % 40 for i in range(100)]  # three whole blocks of 32 tokens, and a rest
+        reused = []
+        generate = host.engine._engine.generate
+
+        async def with_vllms_own_count(*args):
+            async for output in generate(*args):
+                reused.append(output.num_cached_tokens)
+                yield output
+
+        monkeypatch.setattr(host.engine._engine, "generate", with_vllms_own_count)
+
+        async def group():
+            return await asyncio.gather(
+                *(host.engine.generate(prompt, SHORT, request_id=f"of-{i}") for i in range(8))
+            )
+
+        assert len({tuple(answer.token_ids) for answer in host.run(group())}) == 8
+        assert sorted(reused) == [0] + [96] * 7
 
     def test_more_prompt_tokens_than_a_batch_holds(self, host: EngineHost) -> None:
         """As after a switch that recomputes every running request; also, order changes nothing."""
@@ -192,229 +223,144 @@ class TestGenerate:
 
         assert host.run(cancel()) == 0
 
+    def test_aborted_by_somebody_else_ends_with_what_there_is(self, host: EngineHost) -> None:
+        async def abort():
+            task = asyncio.ensure_future(host.engine.generate(PROMPT, LONG, request_id="aborted"))
+            await host.engine.generate(PROMPT, SHORT, request_id="meanwhile")
+            await host.engine._engine.abort("aborted")
+            return await task
 
-async def _answers_across_a_switch(
-    engine: VLLMEngine, version: int, path: Path, count: int, tag: str
-):
-    """Long answers that are under way when the weights switch."""
-    running = [
-        asyncio.ensure_future(engine.generate(PROMPT, LONG, request_id=f"{tag}{i}", seed=i))
-        for i in range(count)
-    ]
-    first = await engine.generate(PROMPT, SHORT, request_id=f"{tag}-first")
-    assert first.finish_reason == "length"
-    await engine.update_weights(version, path)
-    return await asyncio.gather(*running)
+        answer = host.run(abort())
+        assert answer.finish_reason == "abort"
+        assert 0 < len(answer.token_ids) < LONG.max_new_tokens
 
 
 @needs_engine
-class TestUpdateWeights:
-    @pytest.mark.inv2
-    def test_versions_and_log_probs_are_exact_across_a_switch(
-        self, host: EngineHost, tiny_model: Path, store: WeightStore
-    ) -> None:
-        old = _changed(load_file(tiny_model / "model.safetensors"), seed=1)
-        new = _changed(old, seed=2)
-        before = host.engine.version + 1
-        host.run(host.engine.update_weights(before, store.write(before, old.items())))
-        after = before + 3  # versions may skip
-        path = store.write(after, new.items())
-        answers = host.run(_answers_across_a_switch(host.engine, after, path, 4, "switch"))
-        assert host.engine.version == after
-        for answer in answers:
-            cut = answer.versions.index(after)
-            assert answer.versions == [before] * cut + [after] * (240 - cut)
-            assert 0 < cut < 240
-            tokens, found = PROMPT + answer.token_ids, torch.tensor(answer.log_probs)
-            under_old = _reference_log_probs(tiny_model, old, tokens, 1.0)[len(PROMPT) - 1 :]
-            under_new = _reference_log_probs(tiny_model, new, tokens, 1.0)[len(PROMPT) - 1 :]
-            torch.testing.assert_close(found[:cut], under_old[:cut], atol=5e-5, rtol=0)
-            torch.testing.assert_close(found[cut:], under_new[cut:], atol=5e-5, rtol=0)
-            assert (found[cut:] - under_old[cut:]).abs().max() > 0.1
+class TestPartial:
+    def test_greedy_goes_on_as_if_never_interrupted(self, host: EngineHost) -> None:
+        greedy = SamplingConfig(max_new_tokens=24, temperature=0.0)
 
-    @pytest.mark.parametrize("on_update", ["keep", "recompute"])
-    def test_new_request_reuses_no_prefix_of_older_weights(
+        async def both():
+            whole = await host.engine.generate(PROMPT, greedy, request_id="whole")
+            begun = Generation(whole.token_ids[:9], whole.log_probs[:9], [0] * 9, "abort")
+            return whole, await host.engine.generate(
+                PROMPT, greedy, request_id="whole", partial=begun
+            )
+
+        whole, again = host.run(both())
+        assert again.token_ids == whole.token_ids
+        assert again.log_probs == pytest.approx(whole.log_probs, abs=5e-5)
+        assert again.versions == [0] * 9 + [host.engine.version] * 15
+        assert again.finish_reason == "length"
+
+    def test_draws_from_a_stream_of_its_own(self, host: EngineHost, tiny_model: Path) -> None:
+        version = host.engine.version
+
+        async def drawn(tag: str, begun: Generation | None):
+            return await host.engine.generate(PROMPT, LONG, request_id=tag, seed=3, partial=begun)
+
+        whole = host.run(drawn("whole", None))
+        begun = Generation(whole.token_ids[:50], whole.log_probs[:50], [version] * 50, "abort")
+        once, twice = host.run(drawn("once", begun)), host.run(drawn("twice", begun))
+        assert once == twice != whole
+        assert once.token_ids[:50] == whole.token_ids[:50]
+        assert once.log_probs[:50] == whole.log_probs[:50]
+        # Not the first draws over again either, which the same stream would give.
+        assert once.token_ids[50:100] != whole.token_ids[:50]
+        assert len(once.token_ids) == LONG.max_new_tokens
+        assert_true(once, tiny_model, {version: initial_weights(tiny_model)}, PROMPT)
+        nothing = Generation([], [], [], "abort")
+        assert host.run(drawn("from nothing", nothing)) == whole
+
+    def test_a_whole_one_is_the_answer(self, host: EngineHost) -> None:
+        def answer(prompt: list[int], tokens: int, reason: str):
+            begun = Generation([4] * tokens, [-1.0] * tokens, [0] * tokens, reason)
+            answer = host.run(host.engine.generate(prompt, SHORT, request_id="w", partial=begun))
+            assert answer.token_ids[:tokens] == begun.token_ids
+            return len(answer.token_ids), answer.finish_reason
+
+        limit, context = SHORT.max_new_tokens, host.engine.max_model_len
+        assert answer(PROMPT, limit, "abort") == (limit, "length")
+        assert answer([3] * (context - 4), 4, "abort") == (4, "length")
+        assert answer([3] * (context - 4), 3, "abort") == (4, "length")
+        assert answer(PROMPT, 5, "stop") == (5, "stop")
+
+    def test_unknown_ids_are_refused(self, host: EngineHost) -> None:
+        begun = Generation([1000], [-1.0], [0], "abort")
+        with pytest.raises(ValueError, match="from 5 to 1000, the vocabulary"):
+            host.run(host.engine.generate(PROMPT, SHORT, request_id="unknown", partial=begun))
+
+
+@needs_engine
+class TestPause:
+    @staticmethod
+    def _sampled(host: EngineHost) -> int:
+        states = host.engine._engine.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states)
+
+    @pytest.mark.parametrize("on_update", ["keep", "recompute", "abort"])
+    def test_nothing_is_sampled_until_resumed_though_weights_switch(
         self,
         host: EngineHost,
         tiny_model: Path,
-        store: WeightStore,
+        tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         on_update: str,
     ) -> None:
         monkeypatch.setattr(host.engine, "on_update", on_update)
-        prompt = [5 + i % 50 for i in range(100)]  # three whole blocks
-        weights = _changed(load_file(tiny_model / "model.safetensors"), seed=11)
-        host.run(host.engine.generate(prompt, SHORT, request_id="fills the cache"))
-        version = host.engine.version + 1
-        path = store.write(version, weights.items())
-        across = host.run(_answers_across_a_switch(host.engine, version, path, 2, on_update))
-        assert all(answer.versions == sorted(answer.versions) for answer in across)
-        assert all(set(answer.versions) == {version - 1, version} for answer in across)
-        answer = host.run(host.engine.generate(prompt, SHORT, request_id="new"))
-        wanted = _reference_log_probs(tiny_model, weights, prompt + answer.token_ids, 1.0)
-        found = torch.tensor(answer.log_probs)
-        torch.testing.assert_close(found, wanted[len(prompt) - 1 :], atol=5e-5, rtol=0)
+        engine, before = host.engine, host.engine.version
+        path = WeightStore(tmp_path).write(before + 1, initial_weights(tiny_model).items())
 
-    def test_giving_up_leaves_a_whole_switch(
-        self, host: EngineHost, tiny_model: Path, store: WeightStore
+        async def steps_of_the_core() -> None:
+            for _ in range(20):  # each call is answered between two steps
+                await engine._call(engine._engine.get_weight_version())
+
+        async def scenario():
+            running = asyncio.ensure_future(engine.generate(PROMPT, LONG, request_id="running"))
+            await engine.generate(PROMPT, SHORT, request_id="first")
+            await engine.pause()
+            await steps_of_the_core()
+            sampled = self._sampled(host)
+            queued = asyncio.ensure_future(engine.generate(PROMPT, SHORT, request_id="queued"))
+            await engine.update_weights(before + 1, path)
+            await steps_of_the_core()
+            assert self._sampled(host) == (0 if on_update == "abort" else sampled) < 240
+            assert not running.done() and not queued.done()
+            await engine.resume()
+            return sampled, await running, await queued
+
+        sampled, running, queued = host.run(scenario())
+        assert running.versions == [before] * sampled + [before + 1] * (240 - sampled)
+        assert set(queued.versions) == {before + 1}
+
+    def test_resuming_during_a_switch_waits_for_it(
+        self, host: EngineHost, tiny_model: Path, tmp_path: Path
     ) -> None:
-        weights = _changed(load_file(tiny_model / "model.safetensors"), seed=13)
-        version = host.engine.version + 1
-        path = store.write(version, weights.items())
+        engine, before = host.engine, host.engine.version
+        path = WeightStore(tmp_path).write(before + 1, initial_weights(tiny_model).items())
 
-        async def give_up():
-            switch = asyncio.ensure_future(host.engine.update_weights(version, path))
+        async def scenario():
+            await engine.pause()
+            queued = asyncio.ensure_future(engine.generate(PROMPT, SHORT, request_id="queued"))
+            switch = asyncio.ensure_future(engine.update_weights(before + 1, path))
+            while not engine._pause_lock.locked():
+                await asyncio.sleep(0)
+            await engine.resume()
+            assert engine.version == before + 1
+            await switch
+            return await queued
+
+        assert set(host.run(scenario()).versions) == {before + 1}
+
+    def test_giving_up_a_queued_request_leaves_nothing(self, host: EngineHost) -> None:
+        async def scenario():
+            await host.engine.pause()
+            queued = asyncio.ensure_future(host.engine.generate(PROMPT, SHORT, request_id="q"))
             await asyncio.sleep(0)
-            switch.cancel()
+            queued.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await switch
-            # Waits behind the switch, and is refused.
-            with pytest.raises(WeightUpdateError, match=f"version {version} keeps serving"):
-                await host.engine.update_weights(version + 1, path.with_name("none"))
-            return await host.engine.generate(PROMPT, SHORT, request_id="after giving up")
+                await queued
+            await host.engine.resume()
+            return host.engine._engine.get_num_unfinished_requests()
 
-        assert set(host.run(give_up()).versions) == {version} == {host.engine.version}
-
-    @pytest.mark.inv3
-    @pytest.mark.parametrize(
-        ("damage", "message"),
-        [
-            ("missing file", "can't be read"),
-            ("torn file", "can't be read"),
-            ("missing tensor", "1 missing .*embed_tokens"),
-            ("unknown tensor", "1 unknown .*lm_head"),
-            ("shape", r"has shape \(3,\)"),
-            ("nan", "not finite"),
-            ("stamp", "stamped version 1"),
-        ],
-    )
-    def test_bad_publication_is_refused_whole(
-        self, host: EngineHost, tiny_model: Path, store: WeightStore, damage: str, message: str
-    ) -> None:
-        greedy = SamplingConfig(max_new_tokens=24, temperature=0.0)
-        served = host.engine.version
-        before = host.run(host.engine.generate(PROMPT, greedy, request_id="before"))
-        weights = _changed(load_file(tiny_model / "model.safetensors"), seed=7)
-        version = served + 1
-        if damage == "missing tensor":
-            del weights["model.embed_tokens.weight"]
-        elif damage == "unknown tensor":
-            weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-        elif damage == "shape":
-            weights["model.norm.weight"] = torch.ones(3)
-        elif damage == "nan":
-            weights["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
-        path = store.write(1 if damage == "stamp" else version, weights.items())
-        if damage == "stamp":
-            version += 10
-        elif damage == "missing file":
-            path.unlink()
-        elif damage == "torn file":
-            os.truncate(path, path.stat().st_size - 100)
-        with pytest.raises(WeightUpdateError, match=f"version {served} keeps serving.*{message}"):
-            host.run(host.engine.update_weights(version, path))
-        after = host.run(host.engine.generate(PROMPT, greedy, request_id="after"))
-        assert after == before
-        assert set(after.versions) == {served} == {host.engine.version}
-
-
-_CLIENT = '''
-import asyncio, multiprocessing, os, signal, sys
-from pathlib import Path
-from torchrl_llm_async.engines import EngineDeadError, SamplingConfig, VLLMEngine
-
-LONG = SamplingConfig(max_new_tokens=200)
-
-def core_pid():
-    (core,) = multiprocessing.active_children()
-    return core.pid
-
-async def lose_the_core(engine):
-    """Kills the core under running requests and a switch; all of them must hear of it."""
-    requests = [engine.generate([5, 6], LONG, request_id=str(i)) for i in range(8)]
-    pending = asyncio.gather(*requests, return_exceptions=True)
-    await engine.generate([5, 6], SamplingConfig(max_new_tokens=4), request_id="first")
-    os.kill(core_pid(), signal.SIGSTOP)  # the switch is certain to find it silent
-    switch = asyncio.ensure_future(engine.update_weights(1, Path("none")))
-    await asyncio.sleep(0)
-    os.kill(core_pid(), signal.SIGKILL)
-    heard = await asyncio.wait_for(pending, 10)
-    heard += await asyncio.wait_for(asyncio.gather(switch, return_exceptions=True), 10)
-    assert [type(error) for error in heard] == [EngineDeadError] * 9, heard
-    await engine.shutdown()
-
-async def main(model, log_file, case):
-    engine = VLLMEngine(model, log_file=Path(log_file))
-    await engine.start()
-    if case == "interrupt":
-        await lose_the_core(engine)
-        await engine.start()
-    print("ready", core_pid(), flush=True)
-    try:
-        while True:
-            await engine.generate([5, 6], LONG, request_id="loop")
-    finally:
-        await engine.shutdown()
-
-if __name__ == "__main__":
-    try:
-        asyncio.run(main(*sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
-'''
-
-
-@needs_engine
-class TestDeath:
-    @staticmethod
-    def _client(tiny_model: Path, tmp_path: Path, case: str) -> tuple[subprocess.Popen, int]:
-        """A process with a running engine, and a process descriptor of its core."""
-        (script := tmp_path / "client.py").write_text(_CLIENT)
-        client = subprocess.Popen(
-            [sys.executable, script, tiny_model, tmp_path / "vllm.log", case],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=heed_interrupts,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        ready = client.stdout.readline().split()
-        assert ready[:1] == ["ready"], client.communicate()[1]
-        return client, os.pidfd_open(int(ready[1]))
-
-    @staticmethod
-    def _assert_dies(core: int) -> None:
-        assert select.select([core], [], [], 10)[0], "the engine core outlived its client"
-        os.close(core)
-
-    def test_core_dies_with_a_killed_client(self, tiny_model: Path, tmp_path: Path) -> None:
-        client, core = self._client(tiny_model, tmp_path, "kill")
-        client.kill()
-        self._assert_dies(core)
-        client.communicate()
-
-    @pytest.mark.inv5
-    def test_lost_core_is_heard_of_and_interrupt_ends_all_quietly(
-        self, tiny_model: Path, tmp_path: Path
-    ) -> None:
-        client, core = self._client(tiny_model, tmp_path, "interrupt")
-        os.killpg(client.pid, signal.SIGINT)
-        try:
-            assert client.communicate(timeout=30) == ("", "")
-        finally:
-            client.kill()
-        assert client.returncode == 130
-        self._assert_dies(core)
-
-
-@needs_engine
-def test_failed_start_says_what_and_where(tiny_model: Path, tmp_path: Path) -> None:
-    log_file = tmp_path / "vllm.log"
-    engine = VLLMEngine(tiny_model, max_model_len=100_000, log_file=log_file)
-    environment = dict(os.environ)
-    with pytest.raises(RuntimeError, match=f"(?s)max_model_len=100000: .*{log_file}"):
-        asyncio.run(engine.start())
-    assert dict(os.environ) == environment
-    with pytest.raises(EngineDeadError, match="never started"):
-        engine.check_health()
+        assert host.run(scenario()) == 0

@@ -107,7 +107,7 @@ class LastingThread(Generic[T]):
 
     Examples:
         >>> thread = LastingThread(lambda: threading.current_thread().name)
-        >>> asyncio.run(thread.result())
+        >>> asyncio.run(thread.result(unwanted=print))
         'starts-a-child'
         >>> thread.end()
     """
@@ -127,13 +127,22 @@ class LastingThread(Generic[T]):
         else:
             self._ended.wait()
 
-    async def result(self) -> T:
-        """Waits for the function; a caller cancelled meanwhile ends the thread after it."""
+    async def result(self, unwanted: Callable[[T], object]) -> T:
+        """Waits for the function.
+
+        Args:
+            unwanted: gets the result, in the thread, of a caller that was cancelled meanwhile.
+        """
         try:
             return await asyncio.wrap_future(self._result)
         except asyncio.CancelledError:
-            self.end()
+            self._result.add_done_callback(lambda done: self._discard(done, unwanted))
             raise
+
+    def _discard(self, done: concurrent.futures.Future[T], unwanted: Callable) -> None:
+        if done.exception() is None:
+            unwanted(done.result())
+        self.end()
 
     def end(self) -> None:
         """Lets the thread end, and with it the children it started."""

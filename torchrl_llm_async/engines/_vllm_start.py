@@ -1,4 +1,4 @@
-"""Starts vLLM 0.32 with an engine core whose weights can be switched exactly.
+"""Starts vLLM 0.32 with an engine core whose weights can be switched exactly, and ends it.
 
 Owns the arguments and the environment that the rest of this package relies on, and how the core is
 made to die with its client. What is done with the running engine is
@@ -7,6 +7,7 @@ made to die with its client. What is done with the running engine is
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.util
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from torchrl_llm_async.engines._process import log_to, starting
 
 _WORKER_EXTENSION = "torchrl_llm_async.engines.vllm_worker.WeightUpdateExtension"
 _CPU_KV_CACHE_BYTES = 256 << 20
+_CORE_GRACE_S = 2.0  # then it is killed: it has nothing to save
 
 _ENVIRONMENT = {
     # Keeps the worker inside the engine core: one process less, and none spinning on a queue.
@@ -125,3 +127,11 @@ def _start(on_cpu: bool, fork: bool, **engine_args):
         # its client is killed in these first seconds, waits 5 minutes for it before it ends.
         multiprocessing.util.register_after_fork(config, lambda _: die_with_parent())
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def end_vllm(engine) -> None:
+    """Ends the core and whatever else :func:`start_vllm` began; takes seconds at most."""
+    engine.shutdown(timeout=_CORE_GRACE_S)
+    # The __del__ of vLLM 0.32 does it again, at the interpreter's end on modules taken apart.
+    engine.shutdown = lambda: None
+    gc.unfreeze()  # frozen objects outlive the interpreter, and extension modules complain of it

@@ -9,7 +9,9 @@ controller's affair, and several engines are a pool's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import gc
 import multiprocessing.util
 import time
@@ -17,9 +19,10 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+from torchrl_llm_async.engines._heartbeat import until_silent
 from torchrl_llm_async.engines._process import LastingThread, can_fork
 from torchrl_llm_async.engines._requests import check_request, stream_seed
-from torchrl_llm_async.engines._vllm_start import start_vllm
+from torchrl_llm_async.engines._vllm_start import end_vllm, start_vllm
 from torchrl_llm_async.engines.base import (
     EngineDeadError,
     Generation,
@@ -31,9 +34,7 @@ __all__ = ["VLLMEngine"]
 
 _OnUpdate = Literal["keep", "recompute", "abort"]
 
-_CORE_GRACE_S = 2.0  # then it is killed: it has nothing to save
 _STAGING_POLL_S = 0.02  # such a call costs the core 0.1 ms between two steps
-_BEATS = 10  # parts of heartbeat_s: one of the waits, and the time between two questions
 
 
 class VLLMEngine:
@@ -135,10 +136,10 @@ class VLLMEngine:
     async def start(self) -> None:
         """Starts the engine core and loads the model as version 0.
 
-        It takes about 10 s on a CPU. In a process without threads the core is forked, which is
-        fastest, and the event loop stands still meanwhile; otherwise it is started from a thread
-        of its own and the loop goes on. What this process prints meanwhile goes to the
-        ``log_file`` too. An engine that was shut down can be started again.
+        It takes about 10 s on a CPU, and after :meth:`shutdown` it can be done again. In a process
+        without threads the core is forked, which is fastest, and the event loop stands still;
+        otherwise a thread of its own starts it and the loop goes on. What this process prints
+        meanwhile goes to the ``log_file`` too.
 
         Raises:
             FileNotFoundError: if the model is neither a folder nor found on the hub.
@@ -146,17 +147,27 @@ class VLLMEngine:
         """
         if self._engine is not None:
             raise RuntimeError("this engine is running; shutdown() it first, or make another")
+        build = functools.partial(
+            start_vllm,
+            self.model,
+            log_file=self.log_file,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            block_size=self.block_size,
+            seed=self.seed,
+        )
         if can_fork():  # before vLLM's import starts threads of its own
-            self._engine = self._build(fork=True)
+            self._engine = build(fork=True)
         else:
-            thread = LastingThread(lambda: self._build(fork=False))
-            self._engine = await thread.result()
+            thread = LastingThread(lambda: build(fork=False))
+            self._engine = await thread.result(unwanted=end_vllm)
             self._thread = thread
         # A process ended by an exception joins its children before it reports, and the core ends
         # only when told to: tell it first.
-        self._at_exit = multiprocessing.util.Finalize(
-            None, _end, args=(self._engine,), exitpriority=1
-        )
+        finalize = multiprocessing.util.Finalize
+        self._at_exit = finalize(None, end_vllm, args=(self._engine,), exitpriority=1)
         # vLLM 0.32 starts it with the first request where it is built outside the loop.
         self._engine._run_output_handler()
         self._dead_because = None
@@ -177,19 +188,6 @@ class VLLMEngine:
         # The imported modules are garbage to nobody: scanning them stalls the loop for 0.3 s.
         gc.collect()
         gc.freeze()
-
-    def _build(self, fork: bool):
-        return start_vllm(
-            self.model,
-            fork=fork,
-            log_file=self.log_file,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            block_size=self.block_size,
-            seed=self.seed,
-        )
 
     async def generate(
         self,
@@ -213,8 +211,7 @@ class VLLMEngine:
                 stop token ended, or that leaves no room for a token, is returned as the answer.
 
         Returns:
-            The whole answer. ``finish_reason="abort"`` means that somebody ended the request
-            inside vLLM.
+            The whole answer; with ``finish_reason="abort"`` if somebody ended it inside vLLM.
 
         Raises:
             ValueError: if the prompt is empty, holds unknown ids or leaves no room for a token,
@@ -238,6 +235,7 @@ class VLLMEngine:
             while answer.finish_reason != "stop" and len(answer.token_ids) < room:
                 while not self._admitting.is_set():
                     await self._call(self._admitting.wait())
+                self.check_health()
                 switches = self._aborting_switches
                 ids = [*prompt_ids, *answer.token_ids]
                 params = self._sampling_params(sampling, stream, len(answer.token_ids))
@@ -245,7 +243,8 @@ class VLLMEngine:
                 if answer.finish_reason != "abort":
                     return answer
                 if switches == self._aborting_switches:
-                    # Nobody here did it: a core that is told to end aborts its requests first.
+                    # Nobody here did it: the core is dead, or ending, which aborts all requests.
+                    self.check_health()
                     await self._call(self._engine.get_weight_version())
                     return answer
         except EngineDeadError as error:
@@ -334,10 +333,12 @@ class VLLMEngine:
 
     async def _switch(self, version: int, path: Path) -> None:
         async with self._update_lock:
+            self.check_health()
             begun = time.perf_counter()
             await self._stage(version, path)
             staged = time.perf_counter()
             async with self._pause_lock:
+                self.check_health()
                 try:
                     parts = await self._apply(version)
                 except EngineDeadError:
@@ -400,7 +401,7 @@ class VLLMEngine:
     async def pause(self) -> None:
         """Stops sampling at the next token boundary; requests stay, and new ones queue.
 
-        Weights can be switched meanwhile, and generation stays paused.
+        A weight switch meanwhile leaves it paused.
 
         Raises:
             EngineDeadError: if the engine core is dead, or dies meanwhile.
@@ -419,6 +420,7 @@ class VLLMEngine:
 
     async def _set_paused(self, paused: bool) -> None:
         async with self._pause_lock:
+            self.check_health()
             self._paused = paused
             core = self._engine.engine_core
             if paused:
@@ -445,33 +447,23 @@ class VLLMEngine:
             return call.result()
         except CoreDeadError as error:
             raise self._dead() from error
+        except Exception as error:
+            if str(error) == "Server shutting down":  # a core of vLLM 0.32 that got a SIGTERM
+                raise self._dead() from error
+            raise
         finally:
             call.cancel()
 
     async def _watch_heartbeat(self, engine) -> None:
-        """Asks the core for a sign of life now and then, and kills one that gives none."""
-        part = self.heartbeat_s / _BEATS
-        while True:
-            answer = asyncio.ensure_future(self._call(engine.get_weight_version()))
-            try:
-                # In parts, for a loop that stood still itself must not take it for the core.
-                for _ in range(_BEATS):
-                    await asyncio.wait({answer}, timeout=part)
-                    if answer.done():
-                        break
-                else:
-                    self._dead_because = (
-                        f"its engine core answered nothing for {self.heartbeat_s:g} s and was "
-                        "killed; if it was at work, give a larger heartbeat_s"
-                    )
-                    for process in engine.engine_core.resources.engine_manager.processes:
-                        process.kill()
-                    return
-            finally:
-                answer.cancel()
-            if isinstance(answer.exception(), EngineDeadError):
-                return
-            await asyncio.sleep(part)
+        """Kills a core that hangs, so that all who wait for it hear of its end."""
+        with contextlib.suppress(EngineDeadError):
+            await until_silent(lambda: self._call(engine.get_weight_version()), self.heartbeat_s)
+            self._dead_because = (
+                f"its engine core answered nothing for {self.heartbeat_s:g} s and was killed; if "
+                "it was at work, give a larger heartbeat_s"
+            )
+            for process in engine.engine_core.resources.engine_manager.processes:
+                process.kill()
 
     def check_health(self) -> None:
         """Raises :class:`EngineDeadError` if the engine is not running."""
@@ -505,10 +497,3 @@ class VLLMEngine:
         if self._thread is not None:
             self._thread.end()
             self._thread = None
-
-
-def _end(engine) -> None:
-    engine.shutdown(timeout=_CORE_GRACE_S)
-    # The __del__ of vLLM 0.32 does it again, at the interpreter's end on modules taken apart.
-    engine.shutdown = lambda: None
-    gc.unfreeze()  # frozen objects outlive the interpreter, and extension modules complain of it

@@ -141,7 +141,8 @@ class WeightUpdateExtension:
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != expected[name]:
                 return f"{name} has shape {tuple(tensor.shape)}, the model {expected[name]}"
-            if not torch.isfinite(tensor).all():
+            # One pass without a temporary; a NaN makes both ends of the range NaN.
+            if not all(end.isfinite() for end in tensor.aminmax()):
                 return f"{name} holds values that are not finite"
         return ""
 
