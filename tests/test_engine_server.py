@@ -314,6 +314,18 @@ class TestGenerate:
         finished = _running_requests(server, "finished") + 1  # one comes before the cancelled one
         server.run(cancel)
 
+    def test_an_answer_aborted_by_somebody_else_says_so(self, server: Server) -> None:
+        async def abort(engine: VLLMServerEngine) -> tuple[int, Generation]:
+            (task,) = await _under_way(engine, 1, "aborted")
+            request = urllib.request.Request(f"{server.url}/abort_requests", data=b"{}")
+            (await asyncio.to_thread(urllib.request.urlopen, request)).close()
+            return engine.version, await task
+
+        version, answer = server.run(abort)
+        assert answer.finish_reason == "abort"
+        assert set(answer.versions) == {version}
+        assert 0 < len(answer.versions) < 1000
+
 
 def _running_requests(server: Server, kind: str = "running") -> int:
     metric = {
@@ -456,10 +468,10 @@ class TestLoss:
             began = time.monotonic()
             os.kill(core, signal.SIGSTOP)
             errors = await asyncio.gather(*tasks, return_exceptions=True)
-            assert time.monotonic() - began < 2.5
+            assert time.monotonic() - began < 8
             for error in errors:
                 assert isinstance(error, EngineDeadError)
-                assert "no sign of life for 2 s" in str(error)
+                assert "no sign of life for 4 s" in str(error)
                 assert error.partial.versions == [engine.version] * len(error.partial.token_ids)
             with pytest.raises(EngineDeadError, match="no sign of life"):
                 engine.check_health()
@@ -469,7 +481,7 @@ class TestLoss:
             await engine.generate(PROMPT, SHORT, request_id="back")
 
         try:
-            server.run(hang, heartbeat_s=2)
+            server.run(hang, heartbeat_s=4)
         finally:
             os.kill(core, signal.SIGCONT)
 
@@ -482,7 +494,7 @@ class TestLoss:
             began = time.monotonic()
             server.process.kill()
             errors = await asyncio.gather(*tasks, return_exceptions=True)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 5
             assert [type(error) for error in errors] == [EngineDeadError] * 4
             assert all(error.partial.token_ids for error in errors)
             for action in (engine.pause(), engine.update_weights(99, tmp_path)):

@@ -47,13 +47,17 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     proven: int | None = None
+    whole: Generation | None = None
 
     def freeze(self) -> None:
         """A switch begins: what comes from now on may be of either version."""
         if self.proven is None:
             self.proven = len(self.token_ids)
 
-    def partial(self) -> Generation:
+    def so_far(self) -> Generation:
+        """The tokens whose version is known."""
+        if self.whole is not None:
+            return self.whole
         kept = len(self.token_ids) if self.proven is None else self.proven
         return Generation(
             self.token_ids[:kept], self.log_probs[:kept], [self.version] * kept, "abort"
@@ -244,7 +248,8 @@ class VLLMServerEngine:
                 stop token ended, or that leaves no room for a token, is returned as the answer.
 
         Returns:
-            The whole answer, ``partial`` included.
+            The whole answer, ``partial`` included. ``finish_reason="abort"`` means that somebody
+            ended the request on the server.
 
         Raises:
             ValueError: if the prompt is empty, holds unknown ids or leaves no room for a token, if
@@ -267,9 +272,10 @@ class VLLMServerEngine:
                 served=f"the model at {self.url}",
             )
             room = min(sampling.max_new_tokens, self.max_model_len - len(prompt_ids))
+            room -= len(begun.token_ids)
             if begun.finish_reason == "stop":
                 return begun
-            if len(begun.token_ids) >= room:
+            if room <= 0:
                 return begun.followed_by(Generation([], [], [], "length"))
             if self._switching:
                 async with self._pause_lock:  # until the switch is over
@@ -281,66 +287,67 @@ class VLLMServerEngine:
                 "request_id": request_id,
                 "token_ids": [*prompt_ids, *begun.token_ids],
                 "stream": True,
-                "sampling_params": {
-                    "max_tokens": room - len(begun.token_ids),
-                    "temperature": sampling.temperature,
-                    "top_p": sampling.top_p,
-                    "top_k": sampling.top_k,
-                    "stop_token_ids": list(sampling.stop_token_ids),
-                    "seed": stream_seed(self.seed, stream, len(begun.token_ids)),
-                    "logprobs": 0,
-                    "detokenize": False,
-                    "stream_interval": _STREAM_INTERVAL,
-                },
+                "sampling_params": self._sampling_params(
+                    sampling, room, stream_seed(self.seed, stream, len(begun.token_ids))
+                ),
             }
             if self.on_update == "keep":
                 request["cache_salt"] = str(self._version)
-            return begun.followed_by(await self._stream(request, answer))
+            await self._stream(self._server, request, answer)
+            return begun.followed_by(answer.so_far())
         except EngineDeadError as error:
-            whole = begun if answer is None else begun.followed_by(answer.partial())
+            whole = begun if answer is None else begun.followed_by(answer.so_far())
             error.partial = whole if whole.token_ids else None
             raise
         finally:
             self._answers.discard(answer)
 
-    async def _stream(self, request: dict, answer: _Answer) -> Generation:
+    def _sampling_params(self, sampling: SamplingConfig, room: int, seed: int) -> dict[str, Any]:
+        return {
+            "max_tokens": room,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "seed": seed,
+            "logprobs": 0,
+            "detokenize": False,
+            "stream_interval": _STREAM_INTERVAL,
+        }
+
+    async def _stream(self, server: Conversation, request: dict, answer: _Answer) -> None:
         """Fills the answer as messages come; the last one brings its versions."""
         from torchrl_llm_async.engines._http import events
 
-        server, whole = self._server, None
         async with server.ask("inference/v1/generate", request) as response:
             if response.status >= 400:
                 raise server.refusal(await response.text())
+            # To the end: the connection is not used again otherwise.
             async for message in events(response):
                 if (error := message.get("error")) is not None:
                     if error["code"] >= 500:
                         raise server.lose(error["message"])
                     raise server.refusal(error["message"])
                 (choice,) = message["choices"]
-                token_ids = choice["token_ids"]
-                log_probs = [
+                answer.token_ids += choice["token_ids"]
+                answer.log_probs += (
                     math.nan if token["logprob"] == _NAN else token["logprob"]
                     for token in choice["logprobs"]["content"]
-                ]
+                )
                 if choice["finish_reason"] is not None:
-                    # Not into what may be carried on elsewhere: there may be a stop token at its
-                    # end. Read on: a connection is used again only if it was read to its end.
-                    whole = Generation(
-                        answer.token_ids + token_ids,
-                        answer.log_probs + log_probs,
-                        [
-                            int(span["version"])
-                            for span in choice["weight_versions"] or ()
-                            for _ in range(span["end"] - span["start"])
-                        ],
-                        choice["finish_reason"],
+                    versions = [
+                        int(span["version"])
+                        for span in choice["weight_versions"] or ()
+                        for _ in range(span["end"] - span["start"])
+                    ]
+                    answer.whole = Generation(
+                        answer.token_ids, answer.log_probs, versions, choice["finish_reason"]
                     )
-                else:
-                    answer.token_ids += token_ids
-                    answer.log_probs += log_probs
-        if whole is None:
+        if answer.whole is None:
             raise server.lose("it broke off an answer")
-        return whole
+        if answer.whole.finish_reason == "abort":
+            # Nobody here did it: a server that is told to end aborts its requests first.
+            await server.call("weight_info", method="GET")
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Serves the published weights from the next token on.
