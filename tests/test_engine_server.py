@@ -54,7 +54,7 @@ class Server(NamedTuple):
         """Runs a test with an engine that takes over the server at the version it serves."""
 
         async def main() -> Any:
-            engine = VLLMServerEngine(self.url, **arguments)
+            engine = VLLMServerEngine(self.url, max_model_len=CONTEXT - 1, **arguments)
             await engine.start()
             try:
                 return await asyncio.wait_for(test(engine), 60)
@@ -193,6 +193,7 @@ class TestWithoutServer:
             ("log-probs", "gives raw_logprobs.*--logprobs-mode processed_logprobs"),
             ("chunked prefill", "--no-enable-chunked-prefill"),
             ("tokens", r"Scale-out endpoints are disabled.*--tokens-only"),
+            ("context", "takes 64 tokens.*max_model_len=256: .*--max-model-len 256 or more"),
             ("switch", "'switching'.* launch it anew"),
         ],
     )
@@ -201,7 +202,7 @@ class TestWithoutServer:
         config = {
             "model_config": {
                 "logprobs_mode": "raw_logprobs" if wrong == "log-probs" else "processed_logprobs",
-                "max_model_len": 64,
+                "max_model_len": 64 if wrong == "context" else 4096,
             },
             "parallel_config": {"worker_extension_cls": "" if wrong == "extension" else EXTENSION},
             "device_config": {"device": "cpu"},
@@ -245,7 +246,6 @@ class TestGenerate:
         weights = _weights(server, seed=5)
 
         async def answer(engine: VLLMServerEngine) -> tuple[int, Generation]:
-            assert engine.max_model_len == CONTEXT
             version = engine.version + 1
             await engine.update_weights(version, store.write(version, weights.items()))
             sampling = SamplingConfig(max_new_tokens=40, temperature=0.7)
@@ -279,11 +279,20 @@ class TestGenerate:
         assert alone == many[7]
         assert len({tuple(tokens) for tokens in many}) > 35
 
+    def test_answer_ends_with_the_context(self, server: Server) -> None:
+        async def fill(engine: VLLMServerEngine) -> Generation:
+            prompt = [3] * (engine.max_model_len - 4)
+            return await engine.generate(prompt, SHORT, request_id="context")
+
+        answer = server.run(fill)
+        assert len(answer.token_ids) == 4
+        assert answer.finish_reason == "length"
+
     @pytest.mark.parametrize(
         ("prompt", "sampling", "message"),
         [
             ([], SHORT, "prompt of 0 tokens"),
-            ([1] * CONTEXT, SHORT, f"larger max_model_len than {CONTEXT}"),
+            ([1] * (CONTEXT - 1), SHORT, f"larger max_model_len than {CONTEXT - 1}"),
             ([1000], SHORT, "tokenizer and model do not match"),
             (PROMPT, SamplingConfig(max_new_tokens=4, top_p=0.9), "allow_truncated_support"),
             (PROMPT, SamplingConfig(max_new_tokens=4, stop_token_ids=(99,)), "refuses this.*99"),

@@ -15,11 +15,11 @@ from typing import Any
 
 import aiohttp
 
+from torchrl_llm_async.engines._heartbeat import until_silent
 from torchrl_llm_async.engines.base import EngineDeadError
 
 # Below the 5 s after which vLLM closes an idle connection: a request must not meet that.
 _KEEP_ALIVE_S = 2.0
-_BEATS = 10  # parts of silence_s: one of them between two signs of life, the others for waiting
 
 
 class Conversation:
@@ -69,22 +69,9 @@ class Conversation:
         self._heartbeat = asyncio.create_task(self._beat(path), name=f"heartbeat of {self.url}")
 
     async def _beat(self, path: str) -> None:
-        part = self.silence_s / _BEATS
         with contextlib.suppress(EngineDeadError):  # every other request will raise it again
-            while True:
-                answer = asyncio.ensure_future(self.call(path, method="GET"))
-                try:
-                    # In parts, for a loop that stood still itself must not take it for the server.
-                    for _ in range(_BEATS - 1):
-                        await asyncio.wait({answer}, timeout=part)
-                        if answer.done():
-                            break
-                    else:
-                        raise self.lose(f"it gave no sign of life for {self.silence_s:g} s")
-                    answer.result()
-                finally:
-                    answer.cancel()
-                await asyncio.sleep(part)
+            await until_silent(lambda: self.call(path, method="GET"), self.silence_s)
+            self.lose(f"it gave no sign of life for {self.silence_s:g} s")
 
     async def call(
         self,

@@ -82,6 +82,8 @@ class VLLMServerEngine:
 
     Args:
         url: where the server listens, such as ``"http://10.0.0.7:8000"``.
+        max_model_len: context in tokens, prompt and answer together; the server must have been
+            launched with as much or more.
         on_update: fate of the running requests' KV cache at a weight switch, as for
             :class:`~torchrl_llm_async.engines.VLLMEngine`.
         start_timeout: seconds :meth:`start` waits for the server to answer.
@@ -109,6 +111,7 @@ class VLLMServerEngine:
         self,
         url: str,
         *,
+        max_model_len: int = 256,
         on_update: Literal["keep", "recompute"] = "recompute",
         start_timeout: float = 300.0,
         heartbeat_s: float = 60.0,
@@ -122,12 +125,12 @@ class VLLMServerEngine:
         if heartbeat_s <= 0:
             raise ValueError(f"heartbeat_s={heartbeat_s}: give more than 0 seconds")
         self.url = url.rstrip("/")
+        self.max_model_len = max_model_len
         self.on_update = on_update
         self.start_timeout = start_timeout
         self.heartbeat_s = heartbeat_s
         self.seed = seed
         self.allow_truncated_support = allow_truncated_support
-        self.max_model_len = 0  # the server's, known once it has answered
         self._vocabulary = 0
         self._version = 0
         self._paused = False
@@ -212,7 +215,12 @@ class VLLMServerEngine:
         if (size := re.search(r"Vocabulary size: (\d+)", words)) is None:
             raise launched_wrongly(f"takes no token ids ({words})", "--tokens-only")
         self._vocabulary = int(size[1])
-        self.max_model_len = config["model_config"]["max_model_len"]
+        if config["model_config"]["max_model_len"] < self.max_model_len:
+            raise launched_wrongly(
+                f"takes {config['model_config']['max_model_len']} tokens of context, this engine "
+                f"was built with max_model_len={self.max_model_len}",
+                f"--max-model-len {self.max_model_len} or more",
+            )
 
     async def _served_version(self) -> int:
         served = (await self._server.call("weight_info", method="GET"))["weight_version"]
