@@ -23,7 +23,7 @@ import psutil
 import pytest
 import torch
 from aiohttp import web
-from safetensors.torch import load_file
+from policies import Weights, assert_true, changed, initial_weights
 
 from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.engines import (
@@ -117,27 +117,8 @@ def store(tmp_path: Path) -> WeightStore:
     return WeightStore(tmp_path / "weights")
 
 
-def _weights(server: Server, seed: int) -> dict[str, torch.Tensor]:
-    """The model's own weights, a little changed."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in load_file(server.model / "model.safetensors").items()
-    }
-
-
-def _log_probs(
-    server: Server, weights: dict[str, torch.Tensor], tokens: list[int], temperature: float = 1.0
-) -> torch.Tensor:
-    """log p(token i | tokens before i) of every token but the first, by transformers."""
-    from transformers import Qwen2ForCausalLM
-
-    model = Qwen2ForCausalLM.from_pretrained(server.model)
-    model.load_state_dict(weights, strict=False)
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        log_probs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-    return log_probs.gather(-1, ids[0, 1:, None])[:, 0]
+def _weights(server: Server, seed: int) -> Weights:
+    return changed(initial_weights(server.model), seed)
 
 
 async def _under_way(engine: VLLMServerEngine, count: int, tag: str) -> list[asyncio.Task]:
@@ -254,8 +235,7 @@ class TestGenerate:
         version, found = server.run(answer)
         assert found.finish_reason == "length"
         assert found.versions == [version] * 40
-        wanted = _log_probs(server, weights, PROMPT + found.token_ids, 0.7)[len(PROMPT) - 1 :]
-        torch.testing.assert_close(torch.tensor(found.log_probs), wanted, atol=2e-5, rtol=0)
+        assert_true(found, server.model, {version: weights}, PROMPT, atol=2e-5, temperature=0.7)
 
     def test_stop_token_ends_the_answer_and_belongs_to_it(self, server: Server) -> None:
         async def both(engine: VLLMServerEngine) -> tuple[Generation, Generation]:
@@ -370,18 +350,13 @@ class TestUpdateWeights:
 
         before, (*across, fresh) = server.run(switch, on_update=on_update)
         after = before + 3
+        weights_of = {before: old, after: new}
         for answer in across:
             cut = answer.versions.index(after)
             assert answer.versions == [before] * cut + [after] * (1000 - cut)
             assert 0 < cut < 1000
-            tokens, found = PROMPT + answer.token_ids, torch.tensor(answer.log_probs)
-            under_old = _log_probs(server, old, tokens)[len(PROMPT) - 1 :]
-            torch.testing.assert_close(found[:cut], under_old[:cut], atol=5e-5, rtol=0)
-            if on_update == "recompute":
-                under_new = _log_probs(server, new, tokens)[len(PROMPT) - 1 :]
-                torch.testing.assert_close(found[cut:], under_new[cut:], atol=5e-5, rtol=0)
-        wanted = _log_probs(server, new, prompt + fresh.token_ids)[len(prompt) - 1 :]
-        torch.testing.assert_close(torch.tensor(fresh.log_probs), wanted, atol=5e-5, rtol=0)
+            assert_true(answer, server.model, weights_of, PROMPT, keep_cache=on_update == "keep")
+        assert_true(fresh, server.model, weights_of, prompt)
 
     @pytest.mark.inv3
     def test_bad_publication_is_refused_whole(self, server: Server, store: WeightStore) -> None:
@@ -433,7 +408,7 @@ class TestLoss:
     ) -> None:
         old, new = _weights(server, seed=6), _weights(server, seed=7)
 
-        async def lose(engine: VLLMServerEngine) -> tuple[int, list[Generation]]:
+        async def lose(engine: VLLMServerEngine) -> list[Generation]:
             version = engine.version + 1
             await engine.update_weights(version, store.write(version, old.items()))
             across = await _under_way(engine, 1, "across")
@@ -459,14 +434,12 @@ class TestLoss:
             enough = SamplingConfig(max_new_tokens=len(partials[0].token_ids))
             full = await engine.generate(PROMPT, enough, request_id="full", partial=partials[0])
             assert (full.token_ids, full.finish_reason) == (partials[0].token_ids, "length")
-            return len(partials[0].token_ids), wholes
+            return wholes
 
-        cut, (across, _) = server.run(lose)
-        tokens, found = PROMPT + across.token_ids, torch.tensor(across.log_probs)
-        under_old = _log_probs(server, old, tokens)[len(PROMPT) - 1 :]
-        under_new = _log_probs(server, new, tokens)[len(PROMPT) - 1 :]
-        torch.testing.assert_close(found[:cut], under_old[:cut], atol=5e-5, rtol=0)
-        torch.testing.assert_close(found[cut:], under_new[cut:], atol=5e-5, rtol=0)
+        across, within = server.run(lose)
+        weights_of = dict(zip(sorted(set(across.versions)), (old, new), strict=True))
+        assert_true(across, server.model, weights_of, PROMPT)
+        assert_true(within, server.model, weights_of, PROMPT)
 
     @pytest.mark.inv5
     def test_a_server_that_hangs_is_noticed(self, server: Server) -> None:
