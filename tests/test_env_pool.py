@@ -108,13 +108,17 @@ class Unsteady(ScriptedEnv):
 
     def __init__(self, failures=0, hangs=0, turns=1):
         super().__init__(turns=turns)
-        self.resets = self.steps = 0
+        self.resets = self.steps = self.closes = 0
         made.append(self)
         self.failures, self.hangs = failures, hangs
 
     def _reset(self, tensordict=None, **kwargs):
         self.resets += 1
         return super()._reset(tensordict, **kwargs)
+
+    def close(self, **kwargs):
+        self.closes += 1
+        super().close(**kwargs)
 
     def _step(self, tensordict):
         self.steps += 1
@@ -155,6 +159,7 @@ class TestFailures:
         retried, reward = run(main())
         assert retried == 1 and reward == torch.ones(1)
         assert [env.steps for env in made] == [1, 1]
+        assert [env.closes for env in made] == [1, 0]
 
     def test_the_last_failure_is_the_cause(self):
         async def main():
@@ -184,6 +189,14 @@ class TestFailures:
         # What a tool did in an instance that hangs can't be done again in another.
         assert run(main()) == ("environment timed out", 0 if stateful else 1)
 
+    def test_an_instance_that_failed_for_good_is_closed(self):
+        async def main():
+            with pytest.raises(EpisodeError):
+                await step(make_pool(failures=100), stateful=True)
+
+        run(main())
+        assert [env.closes for env in made] == [1]
+
     def test_several_turns_stay_with_one_instance(self):
         async def main():
             pool = make_pool(failures=1, turns=3)
@@ -204,7 +217,7 @@ def test_instances_are_used_again_and_seeded():
 
     run(main())
     (env,) = made
-    assert env.steps == 5 and env.resets == 0 and env.is_closed
+    assert env.steps == 5 and env.resets == 0 and env.closes == 1
 
 
 def test_an_environment_that_ran_out_of_problems():

@@ -194,6 +194,10 @@ class EnvPool:
     def _give_back(self, env: EnvBase) -> None:
         self._free.append(env)
 
+    async def _discard(self, env: EnvBase) -> None:
+        """Closes an instance that failed: a tool may hold a process."""
+        await self._threads.call(self.timeout, env.close)
+
     async def _step(self, env: EnvBase, action: TensorDictBase) -> TensorDictBase:
         try:
             after = await self._threads.call(self.timeout, env.step, action)
@@ -218,15 +222,20 @@ class EnvLease:
     def __init__(self, pool: EnvPool, *, stateful: bool):
         self._pool, self._stateful = pool, stateful
         self._env: EnvBase | None = None
+        self._hung = False
 
     async def __aenter__(self) -> EnvLease:
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        # After an error, or cancelled while a thread is at work in it, an instance is not used on.
-        if self._env is not None and kind is None:
-            self._pool._give_back(self._env)
-        self._env = None
+        env, self._env = self._env, None
+        if env is None:
+            return
+        if kind is None:
+            self._pool._give_back(env)
+        elif issubclass(kind, Exception) and not self._hung:
+            await self._pool._discard(env)
+        # Else a thread is at work in it, or was when its call was cancelled.
 
     async def step(self, action: TensorDictBase) -> TensorDictBase:
         """Steps the environment; a failure is tried again, and is never a reward of 0.
@@ -263,7 +272,15 @@ class EnvLease:
                 self._env = env
         else:
             env = self._env
-        after = await self._pool._step(env, action)
+        try:
+            after = await self._pool._step(env, action)
+        except TimeoutError:
+            self._hung = True
+            raise
+        except Exception:
+            if not self._stateful:
+                await self._pool._discard(env)
+            raise
         if not self._stateful:
             self._pool._give_back(env)
         return after

@@ -83,7 +83,9 @@ async def run_episode(
                 seed=request_seed(seed, group_id, index, turn),
             )
             record.sampled(generation)
-            after = await env.step(conversation.respond(generation.token_ids))
+            action = conversation.respond(generation.token_ids)
+            response = conversation.response
+            after = await env.step(action)
             reward = after.get("reward", None)
             if reward is not None:
                 rewards.append(float(reward.sum()))
@@ -111,6 +113,8 @@ async def run_episode(
         )
     size = record.last_sampled
     terminated = _flag(after, "terminated")
+    # TorchRL's CountdownEnv, for one, truncates where it terminates: it is the last step anyway.
+    cut_by_env = _flag(after, "truncated") and not terminated
     return Trajectory(
         token_ids=np.asarray(conversation.token_ids[:size], dtype=np.int64),
         sampled=np.asarray(record.is_sampled[:size], dtype=bool),
@@ -119,15 +123,13 @@ async def run_episode(
         prompt_length=conversation.prompt_length,
         reward=sum(rewards),
         terminated=terminated,
-        truncated=ended_by != "environment"
-        or generation.finish_reason == "length"
-        or _flag(after, "truncated"),
+        truncated=ended_by != "environment" or generation.finish_reason == "length" or cut_by_env,
         ended_by=ended_by,
         group_id=group_id,
         index=index,
         start_version=start_version,
         prompt=conversation.prompt,
-        response=conversation.response,
+        response=response,
         extras=_extras(after),
     )
 
@@ -168,8 +170,9 @@ class _Record:
 def _observe(conversation: Conversation, after: TensorDictBase) -> None:
     try:
         conversation.observe(after)
-    except ValueError as error:
-        raise EpisodeError(str(error), "conversation rewritten") from error
+    except Exception as error:  # A chat template may raise anything, too.
+        message = f"{type(error).__name__}: {error}"
+        raise EpisodeError(message, "conversation unreadable") from error
 
 
 def _flag(after: TensorDictBase, key: str) -> bool:

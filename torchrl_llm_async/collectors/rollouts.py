@@ -223,7 +223,7 @@ class Rollouts:
 
     def _ended(self, group: asyncio.Task) -> None:
         self._running -= 1
-        self._changed.set()
+        self._heed_version()
 
     # ------------------------------------------------------------------ one group
     async def _group(self, group_id: int, start_version: int, observation: TensorDictBase) -> None:
@@ -326,9 +326,14 @@ class Rollouts:
                 return False
             finally:
                 self.stats.weight_update_s += time.perf_counter() - start
-            self.controller.serve(version)
-        self._changed.set()
+                self._heed_version()
         return True
+
+    def _heed_version(self) -> None:
+        """Admits by what the slowest engine serves now, which also grows when that one dies."""
+        if self.engine.version > self.controller.served_version:
+            self.controller.serve(self.engine.version)
+        self._changed.set()
 
     async def pause(self) -> None:
         """Admits nothing and samples nothing until :meth:`resume`; running groups stay."""
