@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import EngineHost
-from policies import assert_true, initial_weights
+from policies import assert_true, changed, initial_weights, load_policy
 
 from torchrl_llm_async.engines import (
     EngineDeadError,
@@ -181,13 +182,20 @@ class TestGenerate:
         assert [a.log_probs for a in few] == [a.log_probs for a in many[:3]]
         assert len({tuple(a.token_ids) for a in many}) > 35
 
-    def test_greedy_is_the_argmax(self, host: EngineHost) -> None:
-        greedy = SamplingConfig(max_new_tokens=8, temperature=0.0)
-        answers = [
-            host.run(host.engine.generate(PROMPT, greedy, request_id=f"g{seed}", seed=seed))
-            for seed in (1, 2)
-        ]
-        assert answers[0].token_ids == answers[1].token_ids
+    def test_an_updated_tied_model_is_greedy_as_transformers(
+        self, host: EngineHost, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        weights, version = changed(initial_weights(tiny_model), seed=1), host.engine.version + 1
+        path = WeightStore(tmp_path).write(version, weights.items())
+        host.run(host.engine.update_weights(version, path))
+        greedy = SamplingConfig(max_new_tokens=48, temperature=0.0)
+        answer = host.run(host.engine.generate(PROMPT, greedy, request_id="greedy"))
+        policy = load_policy(tiny_model, weights)
+        wanted = policy.generate(
+            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=48, pad_token_id=0
+        )
+        assert answer.token_ids == wanted[0, len(PROMPT) :].tolist()
+        assert_true(answer, tiny_model, {version: weights}, PROMPT)
 
     def test_answer_ends_with_the_context(self, host: EngineHost) -> None:
         prompt = [3] * (host.engine.max_model_len - 4)
