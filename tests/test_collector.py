@@ -17,6 +17,7 @@ from torchrl_llm_async.data import RejectEqualRewards, StalenessReplayBuffer
 from torchrl_llm_async.engines import (
     EngineDeadError,
     EnginePool,
+    Generation,
     SamplingConfig,
     WeightUpdateError,
 )
@@ -136,6 +137,32 @@ def test_same_seed_same_prompts_in_the_same_order(make_collector):
         for _ in range(2)
     ]
     assert prompts[0] == prompts[1] == {0: "0?", 1: "1?", 2: "2?", 3: "3?"}
+
+
+class Lengthy(ScriptedEnv):
+    """Problems of 1, 2, 3, 1, 2, 3, ... characters."""
+
+    def _reset(self, tensordict=None, **kwargs):
+        out = super()._reset(tensordict, **kwargs)
+        out["text", "prompt"] = "x" * (1 + int(out["number"]) % 3)
+        return out
+
+
+class EchoEngine(ScriptedEngine):
+    """Answers as long as the prompt."""
+
+    async def generate(self, prompt_ids, sampling, **request):
+        tokens = len(prompt_ids)
+        return Generation([20] * tokens, [-0.5] * tokens, [self._version] * tokens, "stop")
+
+
+def test_longest_first_reorders_the_problems_of_a_step_and_leaves_none_out(make_collector):
+    collector = make_collector(
+        Lengthy, EchoEngine(), longest_first=True, groups_per_step=3, max_concurrent_groups=1
+    )
+    lengths = [len(group[0]["text", "prompt"]) for group in collector]
+    assert sorted(lengths[:3]) == [1, 2, 3]  # nothing is known yet
+    assert lengths[3:] == [3, 2, 1]
 
 
 def test_evaluation_uses_its_own_environment_and_one_version(make_collector):

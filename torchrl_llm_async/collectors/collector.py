@@ -108,6 +108,9 @@ class AsyncLLMCollector(BaseCollector):
             collector ends with an error that says so.
         group_filter: called with a complete group's :class:`~torchrl_llm_async.data.Trajectory` s;
             returns why to reject it, or None. Must be picklable if ``host="process"``.
+        longest_first: begin the problems whose answers are expected to be long before the others
+            of the same ``groups_per_step``, as StreamRL (arXiv:2504.15930) does for batches. The
+            expectation is learnt from the answers. No problem is left out.
         seed: seeds the prompts and every request.
         create_eval_env_fn, eval_problems: the held-out problems of :meth:`evaluate`.
         dump_path: JSON lines file that every finished sample is appended to.
@@ -151,6 +154,7 @@ class AsyncLLMCollector(BaseCollector):
         max_failures: int = 8,
         max_rejections: int = 256,
         group_filter: GroupFilter | None = None,
+        longest_first: bool = False,
         seed: int = 0,
         create_eval_env_fn: Callable[[], EnvBase] | None = None,
         eval_problems: int = 0,
@@ -194,6 +198,7 @@ class AsyncLLMCollector(BaseCollector):
             max_failures=max_failures,
             max_rejections=max_rejections,
             group_filter=group_filter,
+            longest_first=longest_first,
             seed=seed,
             make_eval_env=create_eval_env_fn,
             eval_problems=eval_problems,

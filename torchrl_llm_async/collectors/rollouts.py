@@ -23,8 +23,10 @@ from tensordict import TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
+from torchrl_llm_async.collectors.conversation import Conversation
 from torchrl_llm_async.collectors.env_pool import EnvPool, EpisodeError, WorkerThreads
 from torchrl_llm_async.collectors.episode import run_episode
+from torchrl_llm_async.collectors.lengths import LengthPredictor
 from torchrl_llm_async.data.trajectory import Trajectory
 from torchrl_llm_async.engines import EnginePool, SamplingConfig, WeightUpdateError
 from torchrl_llm_async.staleness import StalenessController
@@ -54,6 +56,7 @@ class RolloutConfig:
     max_failures: int
     max_rejections: int
     group_filter: GroupFilter | None
+    longest_first: bool
     seed: int
     make_eval_env: Callable[[], EnvBase] | None
     eval_problems: int
@@ -141,6 +144,8 @@ class Rollouts:
         self._eval_observations: list[TensorDictBase] | None = None
         self.weights = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._lengths = LengthPredictor() if config.longest_first else None
+        self._problems: list[TensorDictBase] = []  # drawn and not yet begun, the next one last
         self._paused = False
         self._running = 0
         self._in_a_row: Counter[str] = Counter()  # rejections since a group was accepted
@@ -212,6 +217,19 @@ class Rollouts:
             self._blocked_since = None
 
     async def _next_problem(self, prompts: EnvBase) -> TensorDictBase:
+        """The next problem in their order or, by windows of a step's groups, the longest first."""
+        if self._lengths is None:
+            return await self._draw(prompts)
+        if not self._problems:
+            window = [await self._draw(prompts) for _ in range(self.config.groups_per_step)]
+            self._problems = sorted(window, key=self._expected_length)
+        return self._problems.pop()
+
+    def _expected_length(self, observation: TensorDictBase) -> float:
+        problem = Conversation(self.tokenizer, observation)
+        return self._lengths.expect(problem.prompt, problem.prompt_length)
+
+    async def _draw(self, prompts: EnvBase) -> TensorDictBase:
         while True:
             try:
                 return await self._envs.reset(prompts)
@@ -261,6 +279,8 @@ class Rollouts:
     def _judge(self, group_id: int, trajectories: list[Trajectory]) -> None:
         """Hands a complete group on, unless the filter objects."""
         self._failures_in_a_row = 0
+        if self._lengths is not None:
+            self._lengths.learn_group(trajectories)
         group_filter = self.config.group_filter
         reason = None if group_filter is None else group_filter(trajectories)
         if reason is not None:
