@@ -23,6 +23,7 @@ from torchrl_llm_async.engines import (
 )
 
 GROUP_SIZE, GROUPS_PER_STEP = 3, 2
+ALL = range(10**9)  # problems
 
 
 @pytest.fixture(scope="session")
@@ -126,9 +127,20 @@ def test_generation_stops_at_the_staleness_bound_and_goes_on_with_new_weights(ma
     assert collector.stats()["samples"] == 4 * GROUPS_PER_STEP * GROUP_SIZE
 
 
-def test_iteration_ends_with_the_last_step(make_collector):
+def test_iteration_ends_with_the_last_step_and_can_be_resumed(make_collector):
     collector = make_collector(total_steps=1)
-    assert {int(group[0]["group", "id"]) for group in collector} == {0, 1}
+    first = next(iter(collector))
+    ids = {int(group[0]["group", "id"]) for group in (first, *collector)}
+    assert ids == {0, 1}
+    assert list(collector) == []
+
+
+@pytest.mark.inv5
+def test_an_error_is_there_for_whoever_iterates_next(make_collector):
+    collector = make_collector(functools.partial(ScriptedEnv, crash_at=ALL), max_failures=1)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="as told"):
+            next(iter(collector))
 
 
 def test_same_seed_same_prompts_in_the_same_order(make_collector):
@@ -195,9 +207,6 @@ def test_finished_samples_are_dumped_as_json_lines(make_collector, tmp_path):
 
 
 # ---------------------------------------------------------------------- failures
-ALL = range(10**9)
-
-
 def run_all_steps(collector, buffer, steps=2):
     """Trains on nothing, ``steps`` times; returns all rows."""
     collector.start()

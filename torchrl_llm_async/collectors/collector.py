@@ -211,6 +211,7 @@ class AsyncLLMCollector(BaseCollector):
         self._host_kind = host
         self._host: threading.Thread | multiprocessing.process.BaseProcess | None = None
         self._groups: queue.SimpleQueue = queue.SimpleQueue()
+        self._yielded = 0
         self._ready: Future = Future()
         self._asked: dict[int, Future] = {}
         self._tags = itertools.count()
@@ -289,16 +290,20 @@ class AsyncLLMCollector(BaseCollector):
 
     # ------------------------------------------------------------------ data
     def iterator(self) -> Iterator[TensorDictBase]:
-        """Yields finished groups of batch size ``(K,)`` in the order in which they finish."""
+        """Yields finished groups of batch size ``(K,)`` in the order in which they finish.
+
+        A second iteration goes on where the one before stopped.
+        """
         if self.replay_buffer is not None:
             raise RuntimeError("groups go to the replay buffer; sample it instead of iterating")
         if self._host is None:
             self.start()
-        endless = self._config.total_steps is None
-        for _ in itertools.count() if endless else range(len(self)):
+        while self._config.total_steps is None or self._yielded < len(self):
             group = self._groups.get()
             if isinstance(group, BaseException):
+                self._groups.put(group)  # for whoever comes next
                 raise group
+            self._yielded += 1
             yield group
 
     def __len__(self) -> int:

@@ -60,7 +60,7 @@ async def run_episode(
 
     Raises:
         EpisodeError: the problem does not fit the context, the environment failed or took too
-            long, rewrote the conversation, or gave no reward at all.
+            long, rewrote the conversation or gave no reward at all, or the request was aborted.
         EngineDeadError: from the engine.
     """
     try:
@@ -76,12 +76,15 @@ async def run_episode(
             if len(conversation.token_ids) >= engine.max_model_len:
                 ended_by = "context"
                 break
+            request_id = f"{name}{group_id}-{index}-{turn}"
             generation = await engine.generate(
                 conversation.token_ids,
                 sampling,
-                request_id=f"{name}{group_id}-{index}-{turn}",
+                request_id=request_id,
                 seed=request_seed(seed, group_id, index, turn),
             )
+            if generation.finish_reason == "abort":
+                raise EpisodeError(f"somebody aborted {request_id} in the engine", "aborted")
             record.sampled(generation)
             action = conversation.respond(generation.token_ids)
             response = conversation.response
