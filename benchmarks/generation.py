@@ -477,10 +477,12 @@ def main() -> None:
     figures: dict[str, float] = {}
     for name, benchmark in BENCHMARKS.items():
         if args.only in (None, name):
-            with tempfile.TemporaryDirectory() as scratch:
-                # A process each: an engine core is forked fastest where no threads are yet.
-                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                    figures |= pool.submit(benchmark, args.repeats, Path(scratch)).result()
+            # A process each: an engine core is forked fastest where no threads are yet.
+            with (
+                tempfile.TemporaryDirectory() as scratch,
+                ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+            ):
+                figures |= pool.submit(benchmark, args.repeats, Path(scratch)).result()
     text = json.dumps({name: round(value, 4) for name, value in figures.items()})
     if args.json == "-":
         print(text)
