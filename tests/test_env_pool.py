@@ -6,7 +6,6 @@ import asyncio
 import threading
 
 import pytest
-import torch
 from scripted import ScriptedEnv
 
 from torchrl_llm_async.collectors.env_pool import (
@@ -154,10 +153,10 @@ class TestFailures:
         async def main():
             pool = make_pool(failures=1)
             (after,) = await step(pool, stateful=False)
-            return pool.retried, after["reward"]
+            return pool.retried, after.reward
 
         retried, reward = run(main())
-        assert retried == 1 and reward == torch.ones(1)
+        assert retried == 1 and reward == 1.0
         assert [env.steps for env in made] == [1, 1]
         assert [env.closes for env in made] == [1, 0]
 
@@ -174,9 +173,9 @@ class TestFailures:
     def test_a_step_that_hangs_is_tried_again(self):
         async def main():
             (after,) = await step(make_pool(hangs=1), stateful=False)
-            return after["reward"]
+            return after.reward
 
-        assert run(main()) == torch.ones(1)
+        assert run(main()) == 1.0
 
     @pytest.mark.parametrize("stateful", [False, True])
     def test_one_that_always_hangs_is_no_reward(self, stateful):

@@ -23,6 +23,7 @@ from torchrl.envs.llm.chat import DatasetChatEnv
 from torchrl.envs.llm.transforms.tools import ToolTransformBase
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from torchrl_llm_async.collectors.conversation import Conversation
 from torchrl_llm_async.collectors.env_pool import EnvPool, WorkerThreads
 from torchrl_llm_async.collectors.episode import run_episode
 from torchrl_llm_async.data.trajectory import Trajectory
@@ -151,14 +152,13 @@ def trajectories(engine_host: EngineHost, weights: Weights) -> list[Trajectory]:
         switches = asyncio.ensure_future(switch_on_and_on())
         done = []
         for wave in range(2):
-            observation = await pool.reset(env)
+            problem = Conversation(tokenizer(), await pool.reset(env))
             done += await asyncio.gather(
                 *(
                     run_episode(
                         engine,
                         pool,
-                        tokenizer(),
-                        observation,
+                        problem,
                         sampling=SAMPLING,
                         max_turns=TURNS,
                         seed=0,

@@ -8,6 +8,7 @@ and, in a chat history, not even looked for. Knows TorchRL's three input modes (
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ class Conversation:
 
     Raises:
         KeyError: the observation holds none of the three.
-        ValueError: the observation is a batch of several conversations.
+        ValueError: the observation is a batch of several conversations, or an empty prompt.
 
     Attributes:
         mode: the input mode.
@@ -68,10 +69,19 @@ class Conversation:
             is_chat = self.mode == "history"
             self._text = self._render(self._messages) if is_chat else _read_text(observation)
             self.token_ids = self._encode(self._text)
+        if not self.token_ids:
+            raise ValueError("the environment's prompt takes no tokens at all; give it a text")
         self.prompt = self._text
         self.prompt_length = len(self.token_ids)
         self._answer = ""
         self._end_of_turn = ""
+
+    def fork(self) -> Conversation:
+        """Another conversation with the same beginning; neither sees what the other becomes."""
+        other = copy.copy(self)
+        other.token_ids = list(self.token_ids)
+        other._messages = list(self._messages)
+        return other
 
     @property
     def response(self) -> str:
@@ -84,7 +94,7 @@ class Conversation:
         As TorchRL's own policies do, it fills in ``"prompt"``, ``"response"`` and ``"full"`` under
         ``"tokens"`` and ``"text"`` and, in that mode, ``"history"``; log-probabilities and masks it
         does not. The text of an answer is without the special token that ends it. Tool transforms
-        change the tensordict in place: give each attempt at a step a ``copy()`` of it.
+        change the tensordict in place: give each attempt at a step a ``clone()`` of it.
         """
         before = len(self.token_ids)
         self.token_ids.extend(token_ids)

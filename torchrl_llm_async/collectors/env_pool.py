@@ -11,9 +11,12 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
@@ -21,6 +24,7 @@ from torchrl.envs import EnvBase
 _MAKE_TIMEOUT_S = 600.0
 # Each holds a thread and an environment until its call returns, if it ever does.
 _MAX_STUCK_THREADS = 32
+_SEEN_ELSEWHERE = {"reward", "done", "terminated", "truncated", "tokens", "text", "history"}
 
 
 class EpisodeError(RuntimeError):
@@ -34,6 +38,42 @@ class EpisodeError(RuntimeError):
     def __init__(self, message: str, reason: str = "episode failed"):
         super().__init__(message)
         self.reason = reason
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment's step gave.
+
+    Args:
+        after: its ``"next"`` entry.
+        reward: sum of the reward's elements; None if there was none.
+        terminated, truncated, done: whether any element is set; False if there was none.
+        extras: tensor entries that are the environment's own (``"success"``, ...), flat.
+    """
+
+    after: TensorDictBase
+    reward: float | None
+    terminated: bool
+    truncated: bool
+    done: bool
+    extras: dict[str, np.ndarray]
+
+    @classmethod
+    def take(cls, env: EnvBase, action: TensorDictBase) -> Step:
+        """Steps an environment with a copy of ``action``, which it may change in place."""
+        after = env.step(action.clone())["next"]
+        reward = after.get("reward", None)
+        flags = {key: after.get(key, None) for key in ("terminated", "truncated", "done")}
+        return cls(
+            after=after,
+            reward=None if reward is None else float(reward.sum()),
+            **{key: flag is not None and bool(flag.any()) for key, flag in flags.items()},
+            extras={
+                key: value.detach().cpu().numpy().reshape(-1)
+                for key, value in after.items()
+                if key not in _SEEN_ELSEWHERE and isinstance(value, Tensor)
+            },
+        )
 
 
 class StuckThreadsError(RuntimeError):
@@ -198,12 +238,13 @@ class EnvPool:
         """Closes an instance that failed: a tool may hold a process."""
         await self._threads.call(self.timeout, env.close)
 
-    async def _step(self, env: EnvBase, action: TensorDictBase) -> TensorDictBase:
+    async def _step(self, env: EnvBase, action: TensorDictBase) -> Step:
         try:
-            after = await self._threads.call(self.timeout, env.step, action)
+            # All of it in the thread: in the loop's, each tensor operation would give the
+            # interpreter away and wait to get it back.
+            return await self._threads.call(self.timeout, Step.take, env, action)
         except TimeoutError as error:
             raise _too_slow("step", self.timeout) from error
-        return after["next"]
 
     def close(self) -> None:
         """Closes the instances that nobody uses."""
@@ -237,21 +278,18 @@ class EnvLease:
             await self._pool._discard(env)
         # Else a thread is at work in it, or was when its call was cancelled.
 
-    async def step(self, action: TensorDictBase) -> TensorDictBase:
+    async def step(self, action: TensorDictBase) -> Step:
         """Steps the environment; a failure is tried again, and is never a reward of 0.
 
         A step is tried again with another instance. If the lease is stateful it is with the same
         one, and not at all if the step ran out of time: there is no second instance in its state.
-
-        Returns:
-            The step's ``"next"`` entry.
 
         Raises:
             EpisodeError: the last try failed or took too long.
         """
         for attempt in range(1 + self._pool.retries):
             try:
-                return await self._attempt(action.copy())
+                return await self._attempt(action)
             except StuckThreadsError:
                 raise
             except Exception as error:  # An environment, a tool or a reward may raise anything.
@@ -264,7 +302,7 @@ class EnvLease:
                 self._pool.retried += 1
         raise AssertionError("unreachable")
 
-    async def _attempt(self, action: TensorDictBase) -> TensorDictBase:
+    async def _attempt(self, action: TensorDictBase) -> Step:
         if self._env is None:
             env = await self._pool._take()
             if self._stateful:
@@ -273,7 +311,7 @@ class EnvLease:
         else:
             env = self._env
         try:
-            after = await self._pool._step(env, action)
+            step = await self._pool._step(env, action)
         except TimeoutError:
             self._hung = True
             raise
@@ -283,7 +321,7 @@ class EnvLease:
             raise
         if not self._stateful:
             self._pool._give_back(env)
-        return after
+        return step
 
 
 def _too_slow(call: str, timeout: float) -> TimeoutError:

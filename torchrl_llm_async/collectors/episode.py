@@ -8,28 +8,20 @@ stepped :mod:`.env_pool`'s, groups are :mod:`.rollouts`'.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tensordict import TensorDictBase
-from torch import Tensor
 
 from torchrl_llm_async.collectors.conversation import Conversation
 from torchrl_llm_async.collectors.env_pool import EnvPool, EpisodeError
 from torchrl_llm_async.data.trajectory import Trajectory
 from torchrl_llm_async.engines import Generation, GenerationEngine, SamplingConfig
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_SEEN_ELSEWHERE = {"reward", "done", "terminated", "truncated", "tokens", "text", "history"}
-
 
 async def run_episode(
     engine: GenerationEngine,
     env_pool: EnvPool,
-    tokenizer: PreTrainedTokenizerBase,
-    observation: TensorDictBase,
+    problem: Conversation,
     *,
     sampling: SamplingConfig,
     max_turns: int,
@@ -44,8 +36,7 @@ async def run_episode(
     Args:
         engine: a started engine.
         env_pool: where the environment is stepped.
-        tokenizer: the policy's tokenizer.
-        observation: the problem, an environment's reset; it is not changed.
+        problem: how every conversation of the group begins; it is not changed.
         sampling: how each turn is sampled.
         max_turns: turns after which the conversation is cut.
         seed: the run's; requests are seeded by it, the group, the index and the turn.
@@ -63,12 +54,7 @@ async def run_episode(
             long, rewrote the conversation or gave no reward at all, or the request was aborted.
         EngineDeadError: from the engine.
     """
-    try:
-        conversation = Conversation(tokenizer, observation.clone())
-    except Exception as error:  # The template is the user's; KeyError names a missing entry.
-        raise EpisodeError(f"{type(error).__name__}: {error}", "prompt unreadable") from error
-    if not conversation.token_ids:
-        raise EpisodeError("the problem takes no tokens at all", "prompt unreadable")
+    conversation = problem.fork()
     record = _Record(conversation.prompt_length)
     rewards: list[float] = []
     async with env_pool.lease(stateful=max_turns > 1) as env:
@@ -88,18 +74,17 @@ async def run_episode(
             record.sampled(generation)
             action = conversation.respond(generation.token_ids)
             response = conversation.response
-            after = await env.step(action)
-            reward = after.get("reward", None)
-            if reward is not None:
-                rewards.append(float(reward.sum()))
-            if any(_flag(after, key) for key in ("terminated", "truncated", "done")):
+            step = await env.step(action)
+            if step.reward is not None:
+                rewards.append(step.reward)
+            if step.terminated or step.truncated or step.done:
                 ended_by = "environment"
                 break
             if generation.finish_reason == "length":
                 ended_by = "length"
                 break
             if turn + 1 < max_turns:
-                _observe(conversation, after)
+                _observe(conversation, step.after)
                 record.given(len(conversation.token_ids))
         else:
             ended_by = "turns"
@@ -115,9 +100,8 @@ async def run_episode(
             "no reward",
         )
     size = record.last_sampled
-    terminated = _flag(after, "terminated")
     # TorchRL's CountdownEnv, for one, truncates where it terminates: it is the last step anyway.
-    cut_by_env = _flag(after, "truncated") and not terminated
+    cut_by_env = step.truncated and not step.terminated
     return Trajectory(
         token_ids=np.asarray(conversation.token_ids[:size], dtype=np.int64),
         sampled=np.asarray(record.is_sampled[:size], dtype=bool),
@@ -125,7 +109,7 @@ async def run_episode(
         versions=np.asarray(record.versions[:size], dtype=np.int64),
         prompt_length=conversation.prompt_length,
         reward=sum(rewards),
-        terminated=terminated,
+        terminated=step.terminated,
         truncated=ended_by != "environment" or generation.finish_reason == "length" or cut_by_env,
         ended_by=ended_by,
         group_id=group_id,
@@ -133,7 +117,7 @@ async def run_episode(
         start_version=start_version,
         prompt=conversation.prompt,
         response=response,
-        extras=_extras(after),
+        extras=step.extras,
     )
 
 
@@ -176,17 +160,3 @@ def _observe(conversation: Conversation, after: TensorDictBase) -> None:
     except Exception as error:  # A chat template may raise anything, too.
         message = f"{type(error).__name__}: {error}"
         raise EpisodeError(message, "conversation unreadable") from error
-
-
-def _flag(after: TensorDictBase, key: str) -> bool:
-    value = after.get(key, None)
-    return value is not None and bool(value.any())
-
-
-def _extras(after: TensorDictBase) -> dict[str, Any]:
-    """Tensor entries of the last step that are the environment's own (``"success"``, ...)."""
-    return {
-        key: value.detach().cpu().numpy().reshape(-1)
-        for key, value in after.items()
-        if key not in _SEEN_ELSEWHERE and isinstance(value, Tensor)
-    }

@@ -19,6 +19,7 @@ import asyncio
 import os
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Coroutine
 from multiprocessing.connection import Connection
@@ -34,6 +35,9 @@ def run_in_process(connection: Connection, config: RolloutConfig, engine: Engine
     die_with_parent()
     if config.log_path is not None:
         _print_to(config.log_path)
+    # The loop's thread asks for the interpreter at every tensor and socket; while environment
+    # threads compute, each time takes one such interval (CPython's default is 5 ms).
+    sys.setswitchinterval(0.0005)
     # Ctrl-C reaches the whole process group; the trainer decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run(connection, config, engine)

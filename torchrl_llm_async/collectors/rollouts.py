@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
-from tensordict import TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
@@ -141,11 +140,11 @@ class Rollouts:
         self._threads = WorkerThreads(config.env_workers)
         self._envs = self._env_pool(config.make_env, seed=config.seed)
         self._eval_envs: EnvPool | None = None
-        self._eval_observations: list[TensorDictBase] | None = None
+        self._eval_problems: list[Conversation] = []
         self.weights = asyncio.Lock()
         self._changed = asyncio.Event()
         self._lengths = LengthPredictor() if config.longest_first else None
-        self._problems: list[TensorDictBase] = []  # drawn and not yet begun, the next one last
+        self._problems: list[Conversation] = []  # drawn and not yet begun, the next one last
         self._paused = False
         self._running = 0
         self._in_a_row: Counter[str] = Counter()  # rejections since a group was accepted
@@ -175,11 +174,11 @@ class Rollouts:
             async with asyncio.TaskGroup() as groups:
                 group_id = 0
                 while await self._wait_for_room():
-                    observation = await self._next_problem(prompts)
+                    problem = await self._next_problem(prompts)
                     start_version = self.controller.admit(group_id)
                     self._send(("admitted", group_id, start_version))
                     self._running += 1
-                    task = groups.create_task(self._group(group_id, start_version, observation))
+                    task = groups.create_task(self._group(group_id, start_version, problem))
                     task.add_done_callback(self._ended)
                     group_id += 1
         finally:
@@ -216,7 +215,7 @@ class Rollouts:
             self.stats.waiting_for_trainer_s += time.perf_counter() - self._blocked_since
             self._blocked_since = None
 
-    async def _next_problem(self, prompts: EnvBase) -> TensorDictBase:
+    async def _next_problem(self, prompts: EnvBase) -> Conversation:
         """The next problem in their order or, by windows of a step's groups, the longest first."""
         if self._lengths is None:
             return await self._draw(prompts)
@@ -225,18 +224,17 @@ class Rollouts:
             self._problems = sorted(window, key=self._expected_length)
         return self._problems.pop()
 
-    def _expected_length(self, observation: TensorDictBase) -> float:
-        problem = Conversation(self.tokenizer, observation)
+    def _expected_length(self, problem: Conversation) -> float:
         return self._lengths.expect(problem.prompt, problem.prompt_length)
 
-    async def _draw(self, prompts: EnvBase) -> TensorDictBase:
+    async def _draw(self, prompts: EnvBase) -> Conversation:
         while True:
             try:
-                return await self._envs.reset(prompts)
+                return Conversation(self.tokenizer, await self._envs.reset(prompts))
             except TimeoutError:
                 raise  # The environment that knows the position among the problems hangs.
-            except Exception as error:  # An environment may raise anything.
-                torchrl_logger.warning(f"the environment's reset failed: {error!r}")
+            except Exception as error:  # An environment or a chat template may raise anything.
+                torchrl_logger.warning(f"a problem could not be drawn: {error!r}")
                 self._count_failure(error)
 
     def _ended(self, group: asyncio.Task) -> None:
@@ -244,7 +242,7 @@ class Rollouts:
         self._heed_version()
 
     # ------------------------------------------------------------------ one group
-    async def _group(self, group_id: int, start_version: int, observation: TensorDictBase) -> None:
+    async def _group(self, group_id: int, start_version: int, problem: Conversation) -> None:
         """All trajectories of one problem; if one can't be finished the group is rejected."""
         members: list[asyncio.Task[Trajectory]] = []
         failure: EpisodeError | None = None
@@ -254,8 +252,7 @@ class Rollouts:
                     episode = run_episode(
                         self.engine,
                         self._envs,
-                        self.tokenizer,
-                        observation,
+                        problem,
                         sampling=self.config.sampling,
                         max_turns=self.config.max_turns,
                         seed=self.config.seed,
@@ -378,10 +375,10 @@ class Rollouts:
             raise ValueError("evaluation was asked for, but the collector has no make_eval_env")
         if self._eval_envs is None:
             self._eval_envs = self._env_pool(self.config.make_eval_env)
-            problems = await self._eval_envs.make()
-            self._eval_observations = [
-                await self._eval_envs.reset(problems) for _ in range(self.config.eval_problems)
-            ]
+            env = await self._eval_envs.make()
+            for _ in range(self.config.eval_problems):
+                observation = await self._eval_envs.reset(env)
+                self._eval_problems.append(Conversation(self.tokenizer, observation))
         greedy = replace(self.config.sampling, temperature=0.0, top_p=1.0, top_k=0)
         start = time.perf_counter()
         version = self.engine.version
@@ -391,8 +388,7 @@ class Rollouts:
                     run_episode(
                         self.engine,
                         self._eval_envs,
-                        self.tokenizer,
-                        observation,
+                        problem,
                         sampling=greedy,
                         max_turns=self.config.max_turns,
                         seed=self.config.seed,
@@ -402,7 +398,7 @@ class Rollouts:
                         start_version=version,
                     )
                 )
-                for index, observation in enumerate(self._eval_observations)
+                for index, problem in enumerate(self._eval_problems)
             ]
         trajectories = [answer.result() for answer in answers]
         return Evaluation(

@@ -98,7 +98,6 @@ class Generation:
                 f"{len(self.versions)} versions: an engine gives one of each per token"
             )
 
-
     def followed_by(self, rest: Generation) -> Generation:
         """This answer's tokens, then those of ``rest``, and its finish reason.
 
