@@ -17,8 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: child processes i
 import hypothesis  # noqa: F401
 import pytest
 import torch
+from scripted import GROUP_SIZE, GROUPS_PER_STEP, ScriptedEngine, ScriptedEnv, save_tokenizer
 
-from torchrl_llm_async.engines import VLLMEngine
+from torchrl_llm_async.collectors import AsyncLLMCollector
+from torchrl_llm_async.engines import SamplingConfig, VLLMEngine
 
 TINY_QWEN2 = {
     "vocab_size": 64,
@@ -84,3 +86,31 @@ def engine_host(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     yield host
     host.run(host.engine.shutdown())
     host.loop.call_soon_threadsafe(host.loop.stop)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def make_collector(tokenizer_path):
+    collectors = []
+
+    def make(env=ScriptedEnv, engine=None, **options):
+        defaults = dict(
+            tokenizer=tokenizer_path,
+            sampling=SamplingConfig(max_new_tokens=8),
+            group_size=GROUP_SIZE,
+            groups_per_step=GROUPS_PER_STEP,
+            max_staleness=1,
+            total_steps=2,
+            host="thread",
+        )
+        collector = AsyncLLMCollector(env, engine or ScriptedEngine(), **(defaults | options))
+        collectors.append(collector)
+        return collector
+
+    yield make
+    for collector in collectors:
+        collector.shutdown(timeout=20.0)

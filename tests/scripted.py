@@ -20,9 +20,12 @@ from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerFast
 
+from torchrl_llm_async.data import StalenessReplayBuffer
 from torchrl_llm_async.engines import EngineDeadError, Generation, WeightUpdateError
 
 EOS = 1
+GROUP_SIZE, GROUPS_PER_STEP = 3, 2
+ALL = range(10**9)  # problems
 
 
 def save_tokenizer(folder: Path) -> Path:
@@ -61,6 +64,7 @@ class ScriptedEngine:
     ):
         self.length, self.ticks, self.refuse = length, ticks, refuse
         self.die_after, self.die_once_at = die_after, die_once_at
+        self.sampled = 0  # tokens, in all
         self._answers = 0
         self._alive = False
 
@@ -81,10 +85,11 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
                 await self._running.wait()
             due = self.die_once_at is not None and self._answers >= self.die_once_at
-            if due and len(answer.token_ids) == 1:
+            if due and answer.token_ids:
                 self._alive, self.die_once_at = False, None
             if not self._alive:
                 raise EngineDeadError("the engine died, as told", answer)
+            self.sampled += 1
             answer = answer.followed_by(Generation([token], [-0.5], [self._version], "abort"))
         self._answers += 1
         if self.die_after is not None and self._answers > self.die_after:
@@ -179,3 +184,31 @@ class ScriptedEnv(EnvBase):
 
     def _set_seed(self, seed):
         self.seed = seed
+
+
+def make_buffer(max_staleness=1):
+    return StalenessReplayBuffer(
+        groups_per_step=GROUPS_PER_STEP, max_staleness=max_staleness, group_size=GROUP_SIZE
+    )
+
+
+def run_all_steps(collector, buffer, steps=2):
+    """Trains on nothing, ``steps`` times; returns all rows."""
+    collector.start()
+    batches = []
+    for step in range(steps):
+        batches.append(buffer.sample(timeout=60))
+        collector.receive_weights("unread", version=step + 1)
+    return [row for batch in batches for row in batch]
+
+
+def assert_the_books_add_up(collector, rows, *, rejected):
+    """The collector's ledger, the groups that came, and the buffer's own count agree."""
+    stats, buffer = collector.stats(), collector.replay_buffer.stats()
+    accepted = {int(row["group", "id"]) for row in rows}
+    assert len(rows) == GROUP_SIZE * len(accepted)
+    states = [stats[state] for state in ("running", "accepted", "rejected", "dropped")]
+    assert states == [0, len(accepted), rejected, 0]
+    assert stats["submitted"] == len(accepted) + rejected
+    assert buffer["groups_retracted"] == rejected
+    assert (buffer["groups_consumed"], buffer["groups_running"]) == (len(accepted), 0)

@@ -1,63 +1,32 @@
-"""The collector around a scripted engine: what it collects, and that nobody waits in silence."""
+"""The collector around a scripted engine: what it collects, and what may change meanwhile."""
 
 from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
+import threading
 import time
 
 import pytest
-from scripted import EOS, ScriptedEngine, ScriptedEnv, save_tokenizer
+import torch
+from scripted import (
+    ALL,
+    EOS,
+    GROUP_SIZE,
+    GROUPS_PER_STEP,
+    ScriptedEngine,
+    ScriptedEnv,
+    make_buffer,
+    run_all_steps,
+)
 
-from torchrl_llm_async.collectors import AsyncLLMCollector, RemoteTraceback
-from torchrl_llm_async.collectors.env_pool import EpisodeError
-from torchrl_llm_async.data import RejectEqualRewards, StalenessReplayBuffer
 from torchrl_llm_async.engines import (
-    EngineDeadError,
     EnginePool,
     Generation,
     SamplingConfig,
     WeightUpdateError,
 )
-
-GROUP_SIZE, GROUPS_PER_STEP = 3, 2
-ALL = range(10**9)  # problems
-
-
-@pytest.fixture(scope="session")
-def tokenizer_path(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def make_collector(tokenizer_path):
-    collectors = []
-
-    def make(env=ScriptedEnv, engine=None, **options):
-        defaults = dict(
-            tokenizer=tokenizer_path,
-            sampling=SamplingConfig(max_new_tokens=8),
-            group_size=GROUP_SIZE,
-            groups_per_step=GROUPS_PER_STEP,
-            max_staleness=1,
-            total_steps=2,
-            host="thread",
-        )
-        collector = AsyncLLMCollector(env, engine or ScriptedEngine(), **(defaults | options))
-        collectors.append(collector)
-        return collector
-
-    yield make
-    for collector in collectors:
-        collector.shutdown(timeout=1.0)
-
-
-def make_buffer(max_staleness=1):
-    return StalenessReplayBuffer(
-        groups_per_step=GROUPS_PER_STEP, max_staleness=max_staleness, group_size=GROUP_SIZE
-    )
+from torchrl_llm_async.weight_update import WeightStore
 
 
 def test_rows_hold_what_was_sampled(make_collector):
@@ -206,167 +175,6 @@ def test_finished_samples_are_dumped_as_json_lines(make_collector, tmp_path):
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------- failures
-def run_all_steps(collector, buffer, steps=2):
-    """Trains on nothing, ``steps`` times; returns all rows."""
-    collector.start()
-    batches = []
-    for step in range(steps):
-        batches.append(buffer.sample(timeout=60))
-        collector.receive_weights("unread", version=step + 1)
-    return [row for batch in batches for row in batch]
-
-
-def assert_the_books_add_up(stats, *, rejected):
-    states = [stats[state] for state in ("running", "accepted", "rejected", "dropped")]
-    assert stats["submitted"] == sum(states)
-    assert (stats["running"], stats["rejected"], stats["dropped"]) == (0, rejected, 0)
-
-
-@pytest.mark.inv4
-@pytest.mark.inv7
-@pytest.mark.parametrize(
-    ("env", "options", "reason"),
-    [
-        (dict(crash_at={1, 3}), {}, "environment failed"),
-        (dict(crash_at={1, 3}, crash_turn=3, turns=4), dict(max_turns=9), "environment failed"),
-        (dict(hang_at={1, 3}), dict(step_timeout=0.2), "environment timed out"),
-    ],
-    ids=["reward", "third turn", "hang"],
-)
-def test_a_group_that_fails_is_replaced_and_counted(make_collector, env, options, reason):
-    buffer = make_buffer()
-    collector = make_collector(
-        functools.partial(ScriptedEnv, **env), replay_buffer=buffer, **options
-    )
-    rows = run_all_steps(collector, buffer)
-    assert {int(row["group", "id"]) for row in rows} == {0, 2, 4, 5}
-    assert all(row["next", "reward"] > 0 for row in rows)
-    stats = collector.stats()
-    assert_the_books_add_up(stats, rejected=2)
-    assert stats[f"rejected/{reason}"] == 2
-    assert stats["env_retries"] >= (0 if reason == "environment timed out" else 2)
-    assert buffer.stats()["groups_retracted"] == 2
-
-
-@pytest.mark.inv5
-@pytest.mark.inv7
-@pytest.mark.parametrize("host", ["thread", "process"])
-def test_failures_in_a_row_reach_the_trainer_with_their_traceback(make_collector, host):
-    buffer = make_buffer()
-    env = functools.partial(ScriptedEnv, crash_at=ALL)
-    make_collector(env, replay_buffer=buffer, host=host, max_failures=3).start()
-    with pytest.raises(ZeroDivisionError, match="as told") as error:
-        buffer.sample(timeout=60)
-    assert isinstance(error.value.__cause__, RemoteTraceback)
-    assert "scripted.py" in str(error.value.__cause__)
-    assert "3 problems in a row failed" in error.value.__notes__[0]
-
-
-@pytest.mark.inv5
-@pytest.mark.inv7
-def test_rewards_that_never_come_are_an_error_in_time(make_collector):
-    buffer = make_buffer()
-    env = functools.partial(ScriptedEnv, hang_at=ALL)
-    make_collector(env, replay_buffer=buffer, step_timeout=0.1, max_failures=2).start()
-    with pytest.raises(TimeoutError, match=r"longer than 0.1 s .*collector.step_timeout"):
-        buffer.sample(timeout=60)
-
-
-def test_a_reset_that_fails_is_skipped(make_collector):
-    class Shy(ScriptedEnv):
-        def _reset(self, tensordict=None, **kwargs):
-            out = super()._reset(tensordict, **kwargs)
-            if int(out["number"]) in (1, 2):
-                raise ZeroDivisionError("no problem, as told")
-            return out
-
-    groups = list(make_collector(Shy))
-    assert {group[0]["text", "prompt"] for group in groups} == {"0?", "3?", "4?", "5?"}
-
-
-@pytest.mark.inv4
-def test_a_problem_that_fills_the_context_is_rejected(make_collector):
-    class Verbose(ScriptedEnv):
-        def _reset(self, tensordict=None, **kwargs):
-            out = super()._reset(tensordict, **kwargs)
-            if int(out["number"]) == 1:
-                out["text", "prompt"] = "x" * 128
-            return out
-
-    buffer = make_buffer()
-    collector = make_collector(Verbose, replay_buffer=buffer)
-    run_all_steps(collector, buffer)
-    assert_the_books_add_up(collector.stats(), rejected=1)
-    assert collector.stats()["rejected/prompt too long"] == 1
-
-
-@pytest.mark.inv7
-def test_an_environment_without_a_reward_is_an_error(make_collector):
-    class Free(ScriptedEnv):
-        def _step(self, tensordict):
-            return super()._step(tensordict).exclude("reward")
-
-        def step(self, tensordict):
-            return tensordict.set("next", self._step(tensordict))
-
-    buffer = make_buffer()
-    make_collector(Free, replay_buffer=buffer, max_failures=1).start()
-    with pytest.raises(EpisodeError, match="gave no 'reward'"):
-        buffer.sample(timeout=30)
-
-
-class Lucky(ScriptedEnv):
-    """Rewards the first answer to odd problems more."""
-
-    answers = 0
-
-    def _step(self, tensordict):
-        out = super()._step(tensordict)
-        Lucky.answers += 1
-        bonus = float(Lucky.answers % GROUP_SIZE) if int(out["number"]) % 2 else 0.0
-        return out.set("reward", out["reward"] + bonus)
-
-
-@pytest.mark.inv4
-def test_groups_that_the_filter_rejects_are_replaced_and_counted(make_collector):
-    buffer = make_buffer()
-    collector = make_collector(
-        Lucky, replay_buffer=buffer, group_filter=RejectEqualRewards(), env_workers=1
-    )
-    rows = run_all_steps(collector, buffer)
-    assert all(int(row["group", "id"]) % 2 for row in rows)
-    rejected = int(collector.stats()["rejected"])
-    assert collector.stats()["rejected/equal rewards"] == rejected >= 3
-    assert collector.stats()["rejected_tokens"] == rejected * GROUP_SIZE * 3
-    assert_the_books_add_up(collector.stats(), rejected=rejected)
-
-
-@pytest.mark.inv5
-def test_rejecting_without_end_stops_with_that_reason(make_collector):
-    buffer = make_buffer()
-    make_collector(
-        replay_buffer=buffer, group_filter=RejectEqualRewards(), max_rejections=5
-    ).start()
-    with pytest.raises(RuntimeError, match=r"5 groups in a row were rejected \(5 x equal rewards"):
-        buffer.sample(timeout=30)
-
-
-@pytest.mark.inv2
-def test_an_engine_that_dies_is_replaced_and_its_answers_are_taken_up(make_collector):
-    buffer = make_buffer()
-    collector = make_collector(engine=ScriptedEngine(die_once_at=4), replay_buffer=buffer)
-    rows = run_all_steps(collector, buffer)
-    for row in rows:
-        assert row["tokens", "response"].tolist() == [20, 20, EOS]
-        versions = row["policy_version", "full"][-3:]
-        assert (versions >= row["group", "start_version"]).all()
-    stats = collector.stats()
-    assert stats["engine_restarts"] == 1 and stats["resubmitted"] >= 1
-    assert_the_books_add_up(stats, rejected=0)
-
-
-# ---------------------------------------------------------------------- while it runs
 @pytest.mark.inv3
 def test_refused_weights_are_repaired_by_the_next(make_collector):
     buffer = make_buffer()
@@ -381,6 +189,23 @@ def test_refused_weights_are_repaired_by_the_next(make_collector):
 
 @pytest.mark.inv3
 @pytest.mark.inv5
+def test_refused_weights_raise_at_the_bound_of_rarer_publications(make_collector):
+    """Published every second step, version 4 would need steps that version 0 does not allow."""
+    buffer = make_buffer(max_staleness=2)
+    collector = make_collector(
+        engine=ScriptedEngine(refuse=(2,)), replay_buffer=buffer, total_steps=8, max_staleness=2
+    )
+    collector.start()
+    buffer.sample(timeout=30)
+    buffer.sample(timeout=30)
+    collector.receive_weights("unread", version=2)
+    with pytest.raises(WeightUpdateError, match="version 2 refused, as told"):
+        buffer.sample(timeout=30)
+        buffer.sample(timeout=30)
+
+
+@pytest.mark.inv3
+@pytest.mark.inv5
 def test_refused_weights_raise_at_the_bound(make_collector):
     buffer = make_buffer()
     collector = make_collector(
@@ -391,15 +216,18 @@ def test_refused_weights_raise_at_the_bound(make_collector):
 
 
 def test_pausing_stops_generation_and_resuming_goes_on(make_collector):
-    collector = make_collector(engine=ScriptedEngine(ticks=20), total_steps=None)
+    engine = ScriptedEngine(ticks=20)
+    collector = make_collector(engine=engine, total_steps=None)
     groups = iter(collector)
     next(groups)
     with collector.pause():
-        before = collector.stats()
+        sampled = engine.sampled
         collector.receive_weights("unread", version=1)
-        while collector.policy_version == 0:  # The switch goes through.
+        deadline = time.monotonic() + 30
+        while collector.policy_version == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert collector.stats()["submitted"] <= before["submitted"] + 1
+        assert collector.policy_version == 1  # The switch goes through.
+        assert engine.sampled == sampled
     versions = [next(groups)["policy_version", "full"].max() for _ in range(5)]
     assert max(versions) == 1
 
@@ -413,75 +241,73 @@ def test_engines_join_and_leave_while_it_runs(make_collector):
     collector.remove_engine(0).result(30)
     versions = [next(groups)["policy_version", "full"].max() for _ in range(5)]
     assert max(versions) == 1
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="last engine"):
         collector.remove_engine(0).result(30)
+    with pytest.raises(ValueError, match="no live engine 5: 1 are live"):
+        collector.remove_engine(5).result(30)
 
 
-# ---------------------------------------------------------------------- nobody waits in silence
+def test_an_evaluation_that_failed_leaves_no_trace(make_collector):
+    class Moody(ScriptedEnv):
+        resets = 0
+
+        def _reset(self, tensordict=None, **kwargs):
+            Moody.resets += 1
+            if Moody.resets == 3:
+                raise ZeroDivisionError("no problem, as told")
+            return super()._reset(tensordict, **kwargs)
+
+    collector = make_collector(create_eval_env_fn=Moody, eval_problems=5, total_steps=None)
+    collector.start()
+    with pytest.raises(ZeroDivisionError, match="as told"):
+        collector.evaluate().result(30)
+    assert collector.evaluate().result(30).rewards == [1.0] * 5
+
+
+class CarefulEngine(ScriptedEngine):
+    """Refuses a publication that is not there, and dies when told."""
+
+    async def update_weights(self, version, path):
+        if not path.exists():
+            raise WeightUpdateError(f"{path} is not there")
+        await super().update_weights(version, path)
+
+
+class Gated(ScriptedEnv):
+    """Two turns, the first of which ends when the gate opens."""
+
+    gate = threading.Event()
+
+    def __init__(self):
+        super().__init__(turns=2)
+
+    def _step(self, tensordict):
+        assert Gated.gate.wait(30)
+        return super()._step(tensordict)
+
+
 @pytest.mark.inv5
-def test_an_environment_without_further_problems_is_an_error(make_collector):
-    buffer = make_buffer()
-    make_collector(functools.partial(ScriptedEnv, problems=1), replay_buffer=buffer).start()
-    with pytest.raises(RuntimeError, match="ran out of problems"):
-        buffer.sample(timeout=30)
-
-
-@pytest.mark.inv5
-def test_stopping_does_not_wait_for_an_evaluation(make_collector):
+def test_an_engine_that_dies_during_an_evaluation_finds_the_weights_it_needs(
+    make_collector, tmp_path
+):
+    """While the evaluation holds version 1, the trainer publishes up to the bound."""
+    store = WeightStore(tmp_path, keep=2 + 2)
+    engine = CarefulEngine()
+    buffer = make_buffer(max_staleness=2)
     collector = make_collector(
-        create_eval_env_fn=ScriptedEnv, eval_problems=1, engine=ScriptedEngine(ticks=10**9)
-    )
+        engine=engine, replay_buffer=buffer, max_staleness=2, total_steps=8, max_turns=2,
+        create_eval_env_fn=Gated, eval_problems=1, env_workers=3,
+    )  # fmt: skip
     collector.start()
-    pending = collector.evaluate()
-    collector.receive_weights("unread", version=1)  # queues behind the evaluation
-    collector.shutdown(timeout=10)
-    with pytest.raises(RuntimeError, match="shut down"):
-        pending.result(timeout=1)
-
-
-@pytest.mark.inv5
-def test_a_program_that_forgets_to_shut_down_ends(tokenizer_path):
-    program = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from scripted import ScriptedEngine, ScriptedEnv
-from torchrl_llm_async.collectors import AsyncLLMCollector
-from torchrl_llm_async.engines import SamplingConfig
-collector = AsyncLLMCollector(
-    ScriptedEnv, ScriptedEngine(), tokenizer={str(tokenizer_path)!r},
-    sampling=SamplingConfig(max_new_tokens=8), group_size=2, groups_per_step=2, max_staleness=1)
-for group in collector:
-    raise SystemExit(7)
-"""
-    assert subprocess.run([sys.executable, "-c", program], timeout=90).returncode == 7
-
-
-@pytest.mark.inv5
-def test_a_dead_engine_reaches_the_trainer(make_collector):
-    buffer = make_buffer()
-    make_collector(engine=ScriptedEngine(die_after=2), replay_buffer=buffer).start()
-    with pytest.raises(EngineDeadError, match="as told"):
+    for version in range(1, 5):
         buffer.sample(timeout=30)
-
-
-@pytest.mark.inv5
-def test_a_killed_collector_process_reaches_the_trainer(make_collector):
-    buffer = make_buffer()
-    env = functools.partial(ScriptedEnv, kill_at=1)
-    collector = make_collector(env, replay_buffer=buffer, host="process")
-    collector.start()
-    with pytest.raises(RuntimeError, match="died"):
-        buffer.sample(timeout=60)
-    with pytest.raises(RuntimeError, match="died"):
-        collector.evaluate()
-
-
-def test_what_cannot_be_is_refused_at_once(make_collector):
-    with pytest.raises(ValueError, match="group_size is 0"):
-        make_collector(group_size=0)
-    collector = make_collector()
-    collector.start()
-    with pytest.raises(RuntimeError, match="started already"):
-        collector.start()
-    with pytest.raises(RuntimeError, match="before it starts"):
-        collector.set_seed(1)
+        path = store.write(version, [("weight", torch.ones(1))])
+        collector.receive_weights(path, version=version)
+        if version == 1:
+            evaluation = collector.evaluate()
+    engine.die_once_at = 0
+    Gated.gate.set()
+    assert evaluation.result(30).version == 1
+    for _ in range(3):
+        buffer.sample(timeout=30)
+    assert collector.stats()["engine_restarts"] == 1

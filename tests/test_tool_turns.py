@@ -172,7 +172,7 @@ def trajectories(engine_host: EngineHost, weights: Weights) -> list[Trajectory]:
             )
         switches.cancel()
         await asyncio.wait({switches})
-        pool.close()
+        await pool.close()
         threads.close()
         return done
 

@@ -100,8 +100,9 @@ class AsyncLLMCollector(BaseCollector):
         max_turns: turns after which a conversation is cut and marked truncated.
         env_workers: threads in which environments are stepped.
         step_timeout: seconds one environment step (rewards and tools included) may take.
-        step_retries: how often a step that failed is tried again. If the last try fails its group
-            is rejected and counted, and another admitted in its place; it is never scored 0.
+        step_retries: how often a step that failed is tried again, if ``max_turns`` is 1: between
+            turns tools may have acted. If the last try fails its group is rejected and counted, and
+            another admitted in its place; it is never scored 0.
         max_failures: groups in a row that may fail in this way; then the error met ends the
             collector.
         max_rejections: groups in a row that may be rejected for whatever reason, before the
@@ -110,7 +111,8 @@ class AsyncLLMCollector(BaseCollector):
             returns why to reject it, or None. Must be picklable if ``host="process"``.
         longest_first: begin the problems whose answers are expected to be long before the others
             of the same ``groups_per_step``, as StreamRL (arXiv:2504.15930) does for batches. The
-            expectation is learnt from the answers. No problem is left out.
+            expectation is learnt from the answers. No problem is left out, but their order then
+            depends on which answers were there first.
         seed: seeds the prompts and every request.
         create_eval_env_fn, eval_problems: the held-out problems of :meth:`evaluate`.
         dump_path: JSON lines file that every finished sample is appended to.
@@ -216,6 +218,7 @@ class AsyncLLMCollector(BaseCollector):
         self._asked: dict[int, Future] = {}
         self._tags = itertools.count()
         self._error: BaseException | None = None
+        self._sending = threading.Lock()
         self._stats = RolloutStats()
         self._served_version = 0
         self._stopping = False
@@ -269,24 +272,26 @@ class AsyncLLMCollector(BaseCollector):
         Publications of its weight sync schemes are removed.
         """
         del close_env, raise_on_error
-        if self._host is None or self._stopping:
+        if self._host is None or self._connection.closed:
             return
         self._stopping = True
         timeout = _STOP_SECONDS if timeout is None else timeout
-        if self._host_kind == "process":
-            self._finalizer.cancel()
-            _end_process(self._connection, self._host, timeout)
-        else:
-            _tell_to_stop(self._connection)
-            self._host.join(timeout)
-            if self._host.is_alive():
-                raise TimeoutError(f"the collector's thread has not ended after {timeout} s")
-        self._receiver.join()
-        self._connection.close()
-        for scheme in (self._weight_sync_schemes or {}).values():
-            scheme.shutdown()
-        if self._error is None:
-            self._fail(RuntimeError("the collector was shut down"))
+        try:
+            if self._host_kind == "process":
+                self._finalizer.cancel()
+                _end_process(self._connection, self._host, timeout)
+            else:
+                self._tell_to_stop()
+                self._host.join(timeout)
+                if self._host.is_alive():
+                    raise TimeoutError(f"the collector's thread has not ended after {timeout} s")
+            self._receiver.join()
+            self._connection.close()
+        finally:
+            for scheme in (self._weight_sync_schemes or {}).values():
+                scheme.shutdown()
+            if self._error is None:
+                self._fail(RuntimeError("the collector was shut down"))
 
     # ------------------------------------------------------------------ data
     def iterator(self) -> Iterator[TensorDictBase]:
@@ -315,7 +320,7 @@ class AsyncLLMCollector(BaseCollector):
     def _receive(self) -> None:
         """Hands on what the host sends; ends with the host."""
         try:
-            while self._dispatch(self._connection.recv()):
+            while self._hand_on(self._connection.recv()):
                 pass
         except (EOFError, ConnectionResetError):
             if not self._stopping:
@@ -324,8 +329,19 @@ class AsyncLLMCollector(BaseCollector):
                 self._fail(
                     RuntimeError(f"the collector's process died, exit code {code}{self._see_log()}")
                 )
-        except Exception as error:
+        except Exception as error:  # What came can't be unpickled here.
             self._fail(error)
+            self._tell_to_stop()
+
+    def _hand_on(self, message: tuple) -> bool:
+        """False after the host's last message. If one can't be handed on, the host has to end."""
+        try:
+            return self._dispatch(message)
+        except Exception as error:  # The buffer or its transform may object to a group.
+            self._fail(error)
+            # Whoever sends just now may wait for the host, and that for what is received here.
+            threading.Thread(target=self._tell_to_stop, daemon=True).start()
+            return True
 
     def _dispatch(self, message: tuple) -> bool:
         match message:
@@ -401,7 +417,8 @@ class AsyncLLMCollector(BaseCollector):
     def pause(self) -> AbstractContextManager:
         """Stops generation at the next token boundary and admits nothing, until :meth:`resume`.
 
-        What is in flight stays as it is; weights may be updated meanwhile.
+        What is in flight stays as it is. Weights are updated meanwhile, unless an evaluation is
+        under way: that stands still too, and updates wait for it as ever.
 
         Returns:
             A context manager that resumes when it is left.
@@ -429,6 +446,7 @@ class AsyncLLMCollector(BaseCollector):
 
     def _ask(self, what: str, *arguments: object) -> Future:
         tag, future = next(self._tags), Future()
+        future.set_running_or_notify_cancel()  # Who asked may stop waiting, not cancel the answer.
         self._asked[tag] = future
         self._command(what, tag, *arguments)
         return future
@@ -438,11 +456,16 @@ class AsyncLLMCollector(BaseCollector):
             raise RuntimeError("start() the collector first")
         if self._error is None:
             try:
-                self._connection.send(message)
+                with self._sending:
+                    self._connection.send(message)
                 return
             except OSError:
                 self._receiver.join()  # It is about to hear why.
         raise self._error
+
+    def _tell_to_stop(self) -> None:
+        with self._sending:
+            _tell_to_stop(self._connection)
 
     def _see_log(self) -> str:
         return "" if self._config.log_path is None else f"; see {self._config.log_path}"

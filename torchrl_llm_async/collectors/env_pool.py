@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
+
+T = TypeVar("T")
 
 # Making an instance may load a data set, which says nothing about how long a step may take.
 _MAKE_TIMEOUT_S = 600.0
@@ -80,6 +82,10 @@ class StuckThreadsError(RuntimeError):
     """So many environment calls hang that going on would only pile up more."""
 
 
+class OutOfTimeError(TimeoutError):
+    """A call took longer than its limit, and may go on in its thread."""
+
+
 class WorkerThreads:
     """A bounded pool of threads for calls that may hang.
 
@@ -101,12 +107,18 @@ class WorkerThreads:
         """Calls ``function(*args)`` in a thread and returns what it returns.
 
         Raises:
-            TimeoutError: it has not returned after ``timeout`` seconds; it may still run.
+            OutOfTimeError: it has not returned after ``timeout`` seconds; it may still run.
             StuckThreadsError: too many calls hang.
             RuntimeError: ``function`` raised a StopIteration.
             BaseException: whatever else ``function`` raises.
         """
         thread = await self._idle.get()
+        if self._stuck > _MAX_STUCK_THREADS:
+            self._idle.put_nowait(thread)
+            raise StuckThreadsError(
+                f"{self._stuck} environment calls hang, each in a thread of its own; give what "
+                "they wait for (a tool, a reward server) a time limit"
+            )
         # A caller that is cancelled leaves the call behind, which has to be waited for all the
         # same, or given up: the thread must not be lost.
         watch = asyncio.ensure_future(self._watch(thread, timeout, function, args))
@@ -125,13 +137,8 @@ class WorkerThreads:
         thread.put(None)  # Ends it, should the call ever return.
         self._stuck += 1
         answer.add_done_callback(self._returned_late)
-        if self._stuck > _MAX_STUCK_THREADS:
-            raise StuckThreadsError(
-                f"{self._stuck} environment calls hang, each in a thread of its own; give what "
-                "they wait for (a tool, a reward server) a time limit"
-            )
         self._idle.put_nowait(self._new_thread())
-        raise TimeoutError
+        raise OutOfTimeError
 
     def _returned_late(self, answer: asyncio.Future) -> None:
         self._stuck -= 1
@@ -210,14 +217,20 @@ class EnvPool:
                 env.set_seed(self._seed)
             return env
 
-        return await self._threads.call(_MAKE_TIMEOUT_S, make)
+        return await self._call("constructor", _MAKE_TIMEOUT_S, make)
 
     async def reset(self, env: EnvBase) -> TensorDictBase:
-        """Resets an instance; raises TimeoutError, or what the reset raises."""
+        """Resets an instance; raises OutOfTimeError, or what the reset raises."""
+        return await self._call("reset", self.timeout, env.reset)
+
+    async def discard(self, env: EnvBase) -> None:
+        """Closes an instance that is not used again: a tool may hold a process."""
         try:
-            return await self._threads.call(self.timeout, env.reset)
-        except TimeoutError as error:
-            raise _too_slow("reset", self.timeout) from error
+            await self._call("close", self.timeout, env.close)
+        except StuckThreadsError:
+            raise
+        except Exception as error:  # It may have failed for good, and is of no more use.
+            torchrl_logger.warning(f"an environment could not be closed: {error!r}")
 
     def lease(self, *, stateful: bool) -> EnvLease:
         """An instance for one trajectory.
@@ -228,28 +241,33 @@ class EnvPool:
         """
         return EnvLease(self, stateful=stateful)
 
-    async def _take(self) -> EnvBase:
+    async def take(self) -> EnvBase:
+        """An instance that nobody uses, or a new one."""
         return self._free.pop() if self._free else await self.make()
 
-    def _give_back(self, env: EnvBase) -> None:
+    def give_back(self, env: EnvBase) -> None:
+        """Lets others use an instance."""
         self._free.append(env)
 
-    async def _discard(self, env: EnvBase) -> None:
-        """Closes an instance that failed: a tool may hold a process."""
-        await self._threads.call(self.timeout, env.close)
+    async def step(self, env: EnvBase, action: TensorDictBase) -> Step:
+        """Steps an instance; raises OutOfTimeError, or what the step raises."""
+        # All of it in the thread: in the loop's, each tensor operation would give the interpreter
+        # away and wait to get it back.
+        return await self._call("step", self.timeout, Step.take, env, action)
 
-    async def _step(self, env: EnvBase, action: TensorDictBase) -> Step:
+    async def _call(self, what: str, timeout: float, function: Callable, *args: Any) -> Any:
         try:
-            # All of it in the thread: in the loop's, each tensor operation would give the
-            # interpreter away and wait to get it back.
-            return await self._threads.call(self.timeout, Step.take, env, action)
-        except TimeoutError as error:
-            raise _too_slow("step", self.timeout) from error
+            return await self._threads.call(timeout, function, *args)
+        except OutOfTimeError as error:
+            raise OutOfTimeError(
+                f"an environment's {what} took longer than {timeout} s (rewards and tools run "
+                "there); make it faster or raise collector.step_timeout"
+            ) from error
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Closes the instances that nobody uses."""
         while self._free:
-            self._free.pop().close()
+            await self.discard(self._free.pop())
 
 
 class EnvLease:
@@ -263,69 +281,70 @@ class EnvLease:
     def __init__(self, pool: EnvPool, *, stateful: bool):
         self._pool, self._stateful = pool, stateful
         self._env: EnvBase | None = None
-        self._hung = False
+        self._is_called = False  # a thread is at work in the instance, or was when last seen
 
     async def __aenter__(self) -> EnvLease:
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        await self._release(failed=kind is not None and issubclass(kind, Exception))
+
+    async def _release(self, *, failed: bool) -> None:
         env, self._env = self._env, None
-        if env is None:
+        if env is None or self._is_called:
             return
-        if kind is None:
-            self._pool._give_back(env)
-        elif issubclass(kind, Exception) and not self._hung:
-            await self._pool._discard(env)
-        # Else a thread is at work in it, or was when its call was cancelled.
+        if failed:
+            await self._pool.discard(env)
+        else:
+            self._pool.give_back(env)
 
     async def step(self, action: TensorDictBase) -> Step:
-        """Steps the environment; a failure is tried again, and is never a reward of 0.
+        """Steps the environment; a failure is never a reward of 0.
 
-        A step is tried again with another instance. If the lease is stateful it is with the same
-        one, and not at all if the step ran out of time: there is no second instance in its state.
+        A step that fails is tried again with another instance; not so if the lease is stateful,
+        since no other instance has its tools' state, and in this one they may have acted already.
 
         Raises:
             EpisodeError: the last try failed or took too long.
         """
-        for attempt in range(1 + self._pool.retries):
+        retries = 0 if self._stateful else self._pool.retries
+        for attempt in range(1 + retries):
             try:
                 return await self._attempt(action)
             except StuckThreadsError:
                 raise
             except Exception as error:  # An environment, a tool or a reward may raise anything.
-                timed_out = isinstance(error, TimeoutError)
-                last = attempt == self._pool.retries or (self._stateful and timed_out)
-                if last:
-                    reason = "environment timed out" if timed_out else "environment failed"
+                if attempt == retries:
+                    out_of_time = isinstance(error, OutOfTimeError)
+                    reason = "environment timed out" if out_of_time else "environment failed"
                     raise EpisodeError(f"{type(error).__name__}: {error}", reason) from error
                 torchrl_logger.warning(f"an environment step failed and is tried again: {error!r}")
                 self._pool.retried += 1
         raise AssertionError("unreachable")
 
     async def _attempt(self, action: TensorDictBase) -> Step:
-        if self._env is None:
-            env = await self._pool._take()
-            if self._stateful:
-                await self._pool.reset(env)
-                self._env = env
-        else:
-            env = self._env
+        self._is_called = False
+        failed = True
         try:
-            step = await self._pool._step(env, action)
-        except TimeoutError:
-            self._hung = True
-            raise
-        except Exception:
+            if self._env is None:
+                self._env = await self._pool.take()
+                if self._stateful:
+                    await self._while_called(self._pool.reset(self._env))
+            step = await self._while_called(self._pool.step(self._env, action))
+            failed = False
+        finally:
             if not self._stateful:
-                await self._pool._discard(env)
-            raise
-        if not self._stateful:
-            self._pool._give_back(env)
+                await self._release(failed=failed)
         return step
 
-
-def _too_slow(call: str, timeout: float) -> TimeoutError:
-    return TimeoutError(
-        f"an environment {call} took longer than {timeout} s (rewards and tools run there); make "
-        "it faster or raise collector.step_timeout"
-    )
+    async def _while_called(self, call: Coroutine[None, None, T]) -> T:
+        self._is_called = True
+        try:
+            result = await call
+        except (asyncio.CancelledError, OutOfTimeError):
+            raise  # The call goes on.
+        except BaseException:
+            self._is_called = False
+            raise
+        self._is_called = False
+        return result

@@ -8,6 +8,7 @@ stepped :mod:`.env_pool`'s, groups are :mod:`.rollouts`'.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 from tensordict import TensorDictBase
@@ -51,7 +52,8 @@ async def run_episode(
 
     Raises:
         EpisodeError: the problem does not fit the context, the environment failed or took too
-            long, rewrote the conversation or gave no reward at all, or the request was aborted.
+            long, rewrote the conversation or gave no finite reward, or the engine aborted the
+            request or gave a log-probability that is not finite.
         EngineDeadError: from the engine.
     """
     conversation = problem.fork()
@@ -71,11 +73,19 @@ async def run_episode(
             )
             if generation.finish_reason == "abort":
                 raise EpisodeError(f"somebody aborted {request_id} in the engine", "aborted")
+            if not np.isfinite(generation.log_probs).all():
+                raise EpisodeError(
+                    f"{request_id} has log-probabilities that are not finite: the weights served "
+                    "may have diverged",
+                    "log-probability not finite",
+                )
             record.sampled(generation)
             action = conversation.respond(generation.token_ids)
             response = conversation.response
             step = await env.step(action)
             if step.reward is not None:
+                if not math.isfinite(step.reward):
+                    raise EpisodeError(f"the reward is {step.reward}", "reward not finite")
                 rewards.append(step.reward)
             if step.terminated or step.truncated or step.done:
                 ended_by = "environment"

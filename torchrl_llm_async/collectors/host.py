@@ -16,6 +16,7 @@ traceback)``, ``("stopped",)``, ``("error", exception, traceback)``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.collectors.rollouts import RolloutConfig, Rollouts
-from torchrl_llm_async.engines import EngineDeadError, EnginePool
+from torchrl_llm_async.engines import EnginePool
 
 
 def run_in_process(connection: Connection, config: RolloutConfig, engine: EnginePool) -> None:
@@ -50,10 +51,9 @@ def run(connection: Connection, config: RolloutConfig, engine: EnginePool) -> No
     try:
         asyncio.run(_serve(connection, config, engine))
         connection.send(("stopped",))
-    except BrokenPipeError:
-        pass  # The other side is gone: nobody is left to tell.
     except BaseException as error:
-        connection.send(("error", *_portable(error)))
+        with contextlib.suppress(OSError):  # The other side is gone: nobody is left to tell.
+            connection.send(("error", *_portable(error)))
     finally:
         connection.close()
 
@@ -74,15 +74,17 @@ async def _serve(connection: Connection, config: RolloutConfig, engine: EnginePo
         connection.send(("ready", engine.version))
         await _work_until_told_to_stop(connection, rollouts)
     finally:
-        if rollouts is not None:
-            rollouts.close()
-        await engine.shutdown()
+        try:
+            if rollouts is not None:
+                await rollouts.close()
+        finally:
+            await engine.shutdown()
 
 
 async def _work_until_told_to_stop(connection: Connection, rollouts: Rollouts) -> None:
     in_order: asyncio.Queue = asyncio.Queue()
     at_once: asyncio.Queue = asyncio.Queue()
-    stopped = asyncio.Event()
+    stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
     descriptor = connection.fileno()
 
@@ -91,16 +93,20 @@ async def _work_until_told_to_stop(connection: Connection, rollouts: Rollouts) -
             message = connection.recv()
         except (EOFError, ConnectionResetError):
             message = ("stop",)  # The other side is gone.
+        except Exception as error:  # What was sent can't be unpickled here.
+            loop.remove_reader(descriptor)
+            stopped.set_exception(error)
+            return
         if message == ("stop",):
             loop.remove_reader(descriptor)
-            stopped.set()
+            stopped.set_result(None)
         elif message[0] in ("weights", "evaluate"):
             in_order.put_nowait(message)
         else:
             at_once.put_nowait(message)
 
     async def stop() -> None:
-        await stopped.wait()
+        await stopped
         raise _Stop
 
     loop.add_reader(descriptor, receive)
@@ -149,15 +155,20 @@ async def _control(
             case ("add_engine", tag, engine):
                 tasks.create_task(_answer(connection, tag, engines.add(engine)))
             case ("remove_engine", tag, index):
-                tasks.create_task(_answer(connection, tag, engines.remove(engines.engines[index])))
+                tasks.create_task(_answer(connection, tag, _remove_engine(engines, index)))
+
+
+async def _remove_engine(engines: EnginePool, index: int) -> None:
+    live = engines.engines
+    if not -len(live) <= index < len(live):
+        raise ValueError(f"there is no live engine {index}: {len(live)} are live now")
+    await engines.remove(live[index])
 
 
 async def _answer(connection: Connection, tag: int, coroutine: Coroutine) -> None:
     """Carries out what was asked; whoever asked gets the result, or the exception."""
     try:
         value = await coroutine
-    except EngineDeadError:
-        raise  # Nothing can go on.
     except Exception as error:
         connection.send(("failed", tag, *_portable(error)))
     else:

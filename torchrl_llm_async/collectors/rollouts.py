@@ -23,7 +23,13 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
 from torchrl_llm_async.collectors.conversation import Conversation
-from torchrl_llm_async.collectors.env_pool import EnvPool, EpisodeError, WorkerThreads
+from torchrl_llm_async.collectors.env_pool import (
+    EnvPool,
+    EpisodeError,
+    OutOfTimeError,
+    StuckThreadsError,
+    WorkerThreads,
+)
 from torchrl_llm_async.collectors.episode import run_episode
 from torchrl_llm_async.collectors.lengths import LengthPredictor
 from torchrl_llm_async.data.trajectory import Trajectory
@@ -145,6 +151,7 @@ class Rollouts:
         self._changed = asyncio.Event()
         self._lengths = LengthPredictor() if config.longest_first else None
         self._problems: list[Conversation] = []  # drawn and not yet begun, the next one last
+        self._published = (0, 0)  # the last two versions heard of, refused ones included
         self._paused = False
         self._running = 0
         self._in_a_row: Counter[str] = Counter()  # rejections since a group was accepted
@@ -175,6 +182,9 @@ class Rollouts:
                 group_id = 0
                 while await self._wait_for_room():
                     problem = await self._next_problem(prompts)
+                    if self._paused:  # while it was drawn
+                        self._problems.append(problem)
+                        continue
                     start_version = self.controller.admit(group_id)
                     self._send(("admitted", group_id, start_version))
                     self._running += 1
@@ -184,6 +194,7 @@ class Rollouts:
         finally:
             if self._dump is not None:
                 self._dump.close()
+        await self._envs.discard(prompts)
 
     async def _wait_for_room(self) -> bool:
         """Waits until another group may be admitted; False if none will be needed any more."""
@@ -217,11 +228,12 @@ class Rollouts:
 
     async def _next_problem(self, prompts: EnvBase) -> Conversation:
         """The next problem in their order or, by windows of a step's groups, the longest first."""
+        if self._problems:
+            return self._problems.pop()
         if self._lengths is None:
             return await self._draw(prompts)
-        if not self._problems:
-            window = [await self._draw(prompts) for _ in range(self.config.groups_per_step)]
-            self._problems = sorted(window, key=self._expected_length)
+        window = [await self._draw(prompts) for _ in range(self.config.groups_per_step)]
+        self._problems = sorted(window, key=self._expected_length)
         return self._problems.pop()
 
     def _expected_length(self, problem: Conversation) -> float:
@@ -231,7 +243,7 @@ class Rollouts:
         while True:
             try:
                 return Conversation(self.tokenizer, await self._envs.reset(prompts))
-            except TimeoutError:
+            except (OutOfTimeError, StuckThreadsError):
                 raise  # The environment that knows the position among the problems hangs.
             except Exception as error:  # An environment or a chat template may raise anything.
                 torchrl_logger.warning(f"a problem could not be drawn: {error!r}")
@@ -328,16 +340,16 @@ class Rollouts:
 
         Raises:
             WeightUpdateError: the publication was refused, and the staleness bound leaves no room
-                for another step without it.
+                for the steps up to the next one.
         """
         async with self.weights:
             start = time.perf_counter()
+            self._published = (self._published[1], version)
             try:
                 await self.engine.update_weights(version, path)
             except WeightUpdateError as error:
                 self.stats.weight_updates_refused += 1
-                last = version == self.config.total_steps
-                if version > self.controller.served_version + self.config.max_staleness or last:
+                if not self._can_be_repaired():
                     raise
                 torchrl_logger.warning(f"{error}; the next publication has to repair it")
                 return False
@@ -345,6 +357,14 @@ class Rollouts:
                 self.stats.weight_update_s += time.perf_counter() - start
                 self._heed_version()
         return True
+
+    def _can_be_repaired(self) -> bool:
+        """Whether the trainer can go on to its next publication without the last one."""
+        former, last = self._published
+        following = last + (last - former)  # published every so many steps
+        last_step = self.controller.served_version + self.config.max_staleness
+        total = self.config.total_steps
+        return following - 1 <= last_step and (total is None or last < total)
 
     def _heed_version(self) -> None:
         """Admits by what the slowest engine serves now, which also grows when that one dies."""
@@ -370,15 +390,13 @@ class Rollouts:
 
         Raises:
             EpisodeError: a problem could not be scored.
+            RuntimeError: engines answered with different versions, after one of several refused
+                the weights.
         """
         if self.config.make_eval_env is None:
-            raise ValueError("evaluation was asked for, but the collector has no make_eval_env")
+            raise ValueError("the collector has no create_eval_env_fn, so it can't evaluate")
         if self._eval_envs is None:
-            self._eval_envs = self._env_pool(self.config.make_eval_env)
-            env = await self._eval_envs.make()
-            for _ in range(self.config.eval_problems):
-                observation = await self._eval_envs.reset(env)
-                self._eval_problems.append(Conversation(self.tokenizer, observation))
+            await self._draw_eval_problems(self.config.make_eval_env)
         greedy = replace(self.config.sampling, temperature=0.0, top_p=1.0, top_k=0)
         start = time.perf_counter()
         version = self.engine.version
@@ -401,6 +419,9 @@ class Rollouts:
                 for index, problem in enumerate(self._eval_problems)
             ]
         trajectories = [answer.result() for answer in answers]
+        versions = {int(v) for t in trajectories for v in t.versions[t.sampled]}
+        if versions != {version}:
+            raise RuntimeError(f"the held-out answers come from versions {sorted(versions)}")
         return Evaluation(
             version=version,
             rewards=[t.reward for t in trajectories],
@@ -408,6 +429,16 @@ class Rollouts:
             truncated=float(np.mean([t.truncated for t in trajectories])),
             seconds=time.perf_counter() - start,
         )
+
+    async def _draw_eval_problems(self, make_env: Callable[[], EnvBase]) -> None:
+        envs = self._env_pool(make_env)
+        env = await envs.make()
+        self._eval_problems = [
+            Conversation(self.tokenizer, await envs.reset(env))
+            for _ in range(self.config.eval_problems)
+        ]
+        envs.give_back(env)
+        self._eval_envs = envs
 
     def snapshot(self) -> RolloutStats:
         """The totals up to now."""
@@ -420,15 +451,19 @@ class Rollouts:
             env_retries=self._envs.retried,
             engine_restarts=self.engine.stats.restarts,
             resubmitted=self.engine.stats.resubmitted,
-            reasons={reason: n for (_, reason), n in self.controller.reasons().items()},
+            reasons={
+                reason: count
+                for (state, reason), count in self.controller.reasons().items()
+                if state == "rejected"
+            },
             **self.controller.ledger(),
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Closes the environments and ends their threads; calls that hang are not waited for."""
         for pool in (self._envs, self._eval_envs):
             if pool is not None:
-                pool.close()
+                await pool.close()
         self._threads.close()
 
 

@@ -94,8 +94,9 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         self._weights = VLLMSharedWeightSyncScheme(
             HF_KEY_MAPS[cfg.checkpointer.model_type],
             root=cfg.weights_dir,
-            # While an evaluation holds the engines at one version, so many more are published.
-            keep=max(2, cfg.max_staleness + 1),
+            # While an evaluation holds the engines at one version, so many more are published; and
+            # an engine that dies then has to find the one that is served.
+            keep=cfg.max_staleness + 2,
         )
         self._weights.init_on_sender(model_id="policy", context=self._collector, model=self._model)
         self._feed = BatchFeed(

@@ -33,8 +33,9 @@ class WeightStore:
 
     Args:
         root: folder, made if missing; the store's alone.
-        keep: newest versions that stay. An engine may lag behind: a trainer publishes up to
-            ``max_staleness + 1`` versions before it has to wait for the engine to switch.
+        keep: newest versions that stay. A trainer publishes up to ``max_staleness + 1`` of them
+            before it has to wait for the engines to switch, and an engine that is replaced
+            meanwhile loads the one the others serve: give ``max_staleness + 2``.
 
     Raises:
         ValueError: if ``keep`` < 1.

@@ -43,8 +43,8 @@ class VLLMSharedWeightSyncScheme(WeightSyncScheme):
         hf_key_map: Hugging Face name -> torchtune name, as for :class:`.WeightPublisher`.
         root: folder in which the publications' own folder is made, which :meth:`shutdown` removes;
             by default shared memory. For engines on other machines, a shared file system.
-        keep: newest versions that stay. An engine may lag behind: give at least
-            ``max_staleness + 1``.
+        keep: newest versions that stay. Engines may lag behind by ``max_staleness + 1``, and one
+            that is replaced loads what the others serve: give ``max_staleness + 2``.
 
     Examples:
         One process, and the version counts itself::

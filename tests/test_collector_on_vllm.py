@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -30,7 +31,7 @@ GROUP_SIZE = 8
 def make_collector(log_path: Path, **options) -> AsyncLLMCollector:
     return AsyncLLMCollector(
         WrittenSumsEnv,
-        VLLMEngine(MODEL, max_model_len=128, heartbeat_s=3.0),
+        VLLMEngine(MODEL, max_model_len=128, heartbeat_s=8.0),
         tokenizer=str(MODEL),
         sampling=SamplingConfig(max_new_tokens=64, stop_token_ids=(1,)),
         group_size=GROUP_SIZE,
@@ -85,13 +86,13 @@ class Policies:
 
 
 def collect(groups: Iterator[TensorDictBase], until) -> list[TensorDictBase]:
-    """Groups up to the first for which ``until`` holds; there is always a next one or an error."""
+    """Groups up to the first for which ``until`` holds, which should not take so many."""
     collected = []
-    for group in groups:
+    for group in itertools.islice(groups, 3000):
         collected.append(group)
         if until():
             return collected
-    raise AssertionError("the collector ended")
+    raise AssertionError(f"it does not hold after {len(collected)} groups")
 
 
 @pytest.mark.inv2
@@ -106,26 +107,26 @@ def test_an_engine_killed_or_stopped_is_replaced_and_nothing_is_lost(tmp_path: P
     }
     store = WeightStore(tmp_path / "weights")
     collector = make_collector(tmp_path / "collector.log")
-    groups = iter(collector)
-    rows = [next(groups)]
-    collector.receive_weights(store.write(1, changed.items()), version=1)
-    rows += collect(groups, lambda: collector.policy_version == 1)
-
-    for number, (blow, restarts) in enumerate(((signal.SIGKILL, 1), (signal.SIGSTOP, 2))):
-        core = engine_core()
-        core.send_signal(blow)
-        rows += collect(groups, lambda n=restarts: collector.stats()["engine_restarts"] == n)
-        # Those that were under way when it died come in, and others begun by the replacement.
-        rows += [next(groups) for _ in range(40)]
-        assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
-        assert collector.stats()["resubmitted"] > number
-
-    family = descendants()
-    stats = collector.stats()
-    collector.shutdown()
+    try:
+        groups = iter(collector)
+        rows = [next(groups)]
+        collector.receive_weights(store.write(1, changed.items()), version=1)
+        rows += collect(groups, lambda: collector.policy_version == 1)
+        for number, blow in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+            core = engine_core()
+            core.send_signal(blow)
+            rows += collect(groups, lambda n=number: collector.stats()["engine_restarts"] > n)
+            # Those that were under way when it died come in, and others of the replacement.
+            rows += itertools.islice(groups, 40)
+            assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
+            assert collector.stats()["resubmitted"] > number
+        stats = collector.stats()
+        family = descendants()
+    finally:
+        collector.shutdown()
     assert not psutil.wait_procs(family, timeout=10)[1], "processes outlived the collector"
-    states = [stats[state] for state in ("running", "accepted", "rejected", "dropped")]
-    assert stats["submitted"] == sum(states) and stats["rejected"] == stats["dropped"] == 0
+    assert stats["rejected"] == stats["dropped"] == 0
+    assert stats["submitted"] == stats["running"] + len(rows)
     ids = [int(group[0]["group", "id"]) for group in rows]
     assert len(set(ids)) == len(ids)
     assert set(range(min(40, max(ids)))) <= set(ids), "an early group never came"
@@ -143,7 +144,7 @@ _TRAINER = """
 import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from test_collector_faults import descendants, make_collector
+from test_collector_on_vllm import descendants, make_collector
 
 if __name__ == "__main__":
     groups = iter(make_collector(Path({log!r})))
