@@ -372,6 +372,28 @@ class TestAddAndRemove:
                 check_whole(answer, [20, i])
             assert pool.stats == PoolStats()
 
+    @pytest.mark.inv5
+    @on_the_clock
+    async def test_one_that_is_still_joining_replaces_nobody(self) -> None:
+        async with running(1) as (pool, (a,)):
+            b = Engine()
+            b.slow, b.fail_starts = 10, 1
+            adding = asyncio.create_task(pool.add(b))
+            await turns(3)
+            with pytest.raises(ValueError, match="last engine"):
+                await pool.remove(a)
+            with pytest.raises(RuntimeError, match="was not added"):
+                await adding
+            check_whole(await ask(pool, [5], "x"), [5])
+
+    @on_the_clock
+    async def test_one_that_is_being_replaced_counts(self) -> None:
+        async with running(2) as (pool, (a, b)):
+            b.kill()
+            pool.check_health()
+            await pool.remove(a)
+            check_whole(await ask(pool, [5], "x"), [5])
+
     @on_the_clock
     async def test_removal_is_carried_through(self) -> None:
         async with running(2) as (pool, (a, _)):

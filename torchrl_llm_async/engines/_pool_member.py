@@ -51,6 +51,11 @@ class Member:
     refused: dict[Publication, WeightUpdateError] = field(default_factory=dict)
     replacement: asyncio.Task | None = None
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has ever been live; the replacement of one that died belongs to the pool."""
+        return self.live or self.replacement is not None
+
     async def start(self) -> None:
         """Starts the engine.
 

@@ -334,15 +334,15 @@ class EnginePool:
         """
         self._supervisor.check()
         member = next((member for member in self._members if member.engine is engine), None)
-        if member is None or member.leaving or not (member.live or member.replacement):
+        if member is None or member.leaving or not member.has_joined:
             raise ValueError(
                 f"{engine!r} is not in the pool, is still joining it, or is leaving: give one of "
                 "its engines"
             )
-        if not any(other is not member and not other.leaving for other in self._members):
+        if not any(m is not member and m.has_joined and not m.leaving for m in self._members):
             raise ValueError(
-                f"{member.name} is the last engine of the pool: add() another first, or "
-                "shutdown() the pool"
+                f"{member.name} is the last engine of the pool (one that is still joining it may "
+                "fail): add() another first, or shutdown() the pool"
             )
         member.leaving = True
         self._engines.remove(engine)
