@@ -120,12 +120,14 @@ def test_an_engine_killed_or_stopped_is_replaced_and_nothing_is_lost(tmp_path: P
             rows += itertools.islice(groups, 40)
             assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
             assert collector.stats()["resubmitted"] > number
-        stats = collector.stats()
         family = descendants()
     finally:
         collector.shutdown()
     assert not psutil.wait_procs(family, timeout=10)[1], "processes outlived the collector"
-    assert stats["rejected"] == stats["dropped"] == 0
+    with pytest.raises(RuntimeError, match="was shut down"):
+        rows.extend(groups)
+    stats = collector.stats()
+    assert stats["accepted"] == len(rows) and stats["rejected"] == stats["dropped"] == 0
     assert stats["submitted"] == stats["running"] + len(rows)
     ids = [int(group[0]["group", "id"]) for group in rows]
     assert len(set(ids)) == len(ids)
