@@ -221,10 +221,14 @@ def ask(pool: EnginePool, prompt: list[int], name: str, *, most: int = LONG) -> 
     )
 
 
-def check_whole(answer: Generation, prompt: list[int], most: int = LONG) -> None:
-    size = min(prompt[0], most)
-    assert answer.token_ids == [token(prompt, i) for i in range(size)]
+def check_begun(answer: Generation, prompt: list[int]) -> None:
+    assert answer.token_ids == [token(prompt, i) for i in range(len(answer.token_ids))]
     assert answer.log_probs == [log_prob(v, i) for i, v in enumerate(answer.versions)]
+
+
+def check_whole(answer: Generation, prompt: list[int], most: int = LONG) -> None:
+    check_begun(answer, prompt)
+    assert len(answer.token_ids) == min(prompt[0], most)
     assert answer.finish_reason == ("stop" if prompt[0] <= most else "length")
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 from scripted_pool import (
+    TURN,
     Engine,
     ask,
+    check_begun,
     check_whole,
     on_the_clock,
     publication,
@@ -294,6 +297,31 @@ class TestDeath:
 
 
 class TestGivingUp:
+    @pytest.mark.inv5
+    @pytest.mark.parametrize("unproven", [5, 99])
+    @on_the_clock
+    async def test_a_request_that_kills_its_engines_late(self, unproven: int) -> None:
+        class Fragile(Engine):
+            async def generate(self, prompt_ids, *args, **kwargs):
+                if prompt_ids[0] == 90:
+                    asyncio.get_running_loop().call_later(20 * TURN, self.kill)
+                return await super().generate(prompt_ids, *args, **kwargs)
+
+        async with running([Fragile(), Fragile()], max_restarts=2) as (pool, engines):
+            for engine in engines:
+                engine.unproven = unproven
+            killer = ask(pool, [90], "killer", most=100)
+            names = itertools.count()
+            while not killer.done():  # every answer in between resets the count of restarts
+                check_whole(await ask(pool, [3], f"short {next(names)}"), [3])
+            answer = await killer
+            check_begun(answer, [90])
+            assert bool(answer.token_ids) == (unproven == 5)
+            assert answer.finish_reason == "abort"
+            assert pool.stats.given_up == 1
+            lives = {i for engine in engines for i in engine.request_ids if "killer" in i}
+            assert lives == {"killer", "killer/1", "killer/2", "killer/3"}
+
     @pytest.mark.inv5
     @on_the_clock
     async def test_every_wait_and_later_call_gets_the_last_reason(self) -> None:

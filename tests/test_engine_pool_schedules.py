@@ -10,7 +10,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scripted_pool import LONG, ClockLoop, Engine, ask, check_whole, publication, turns
+from scripted_pool import (
+    LONG,
+    ClockLoop,
+    Engine,
+    ask,
+    check_begun,
+    check_whole,
+    publication,
+    turns,
+)
 
 from torchrl_llm_async.engines import EngineDeadError, EnginePool, WeightUpdateError
 
@@ -28,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.requests: dict[str, tuple[asyncio.Task, list[int], int, int]] = {}
         self.updates: list[asyncio.Task] = []
         self.others: list[asyncio.Task] = []
-        self.newest, self.seen, self.answered = 0, 0, 0
+        self.newest = self.seen = self.answered = self.given_up = 0
 
     def run(self, coroutine) -> object:
         return self.loop.run_until_complete(coroutine)
@@ -112,6 +121,16 @@ class PoolMachine(RuleBasedStateMachine):
         engine.unproven = unproven
         engine.kill(silent=silent)
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), times=st.integers(2, MAX_RESTARTS + 2))
+    def kills_its_engines(self, data, times: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests, key=int)))
+        for _ in range(times):
+            self.run(turns(8))
+            for engine in self.engines:
+                if any(i.partition("/")[0] == name for i in engine.running):
+                    engine.kill()
+
     @rule(data=st.data(), slow=st.integers(0, 30), fail_starts=st.integers(0, MAX_RESTARTS + 1))
     def hamper(self, data, slow: int, fail_starts: int) -> None:
         engine = data.draw(st.sampled_from(self.engines))
@@ -140,10 +159,15 @@ class PoolMachine(RuleBasedStateMachine):
         for name, (task, prompt, most, version) in list(self.requests.items()):
             if task.done() and not isinstance(task.exception(), EngineDeadError):
                 answer = task.result()
-                check_whole(answer, prompt, most)
-                assert min(answer.versions) >= version
+                if answer.finish_reason == "abort":
+                    self.given_up += 1
+                    check_begun(answer, prompt)
+                else:
+                    check_whole(answer, prompt, most)
+                assert min(answer.versions, default=version) >= version
                 self.answered += 1
                 del self.requests[name]
+        assert self.pool.stats.given_up == self.given_up
 
     @invariant()
     def restarts_are_limited(self) -> None:

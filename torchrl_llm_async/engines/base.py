@@ -83,7 +83,7 @@ class Generation:
         log_probs: log-probability of each token under the distribution it was drawn from.
         versions: version of the weights that drew each token.
         finish_reason: ``"stop"`` (a stop token), ``"length"`` (``max_new_tokens`` or the context
-            is used up: the answer is truncated) or ``"abort"``.
+            is used up: the answer is truncated) or ``"abort"`` (it is not whole).
     """
 
     token_ids: list[int]
@@ -165,7 +165,8 @@ class GenerationEngine(Protocol):
 
         Returns:
             The whole answer, ``partial`` included; its tokens keep their log-probabilities and
-            versions.
+            versions. With ``finish_reason="abort"`` it is not whole, and never will be: somebody
+            ended the request, or the engine gave it up.
 
         Raises:
             ValueError: the request can never be answered.

@@ -40,11 +40,13 @@ class PoolStats:
     Args:
         restarts: attempts to start a dead engine again.
         resubmitted: times an answer was taken up by another engine, or by a replacement.
+        given_up: answers that were taken up too often, and ended where they were.
         kept_tokens: sampled tokens that outlived the engine they came from.
     """
 
     restarts: int = 0
     resubmitted: int = 0
+    given_up: int = 0
     kept_tokens: int = 0
 
 
@@ -53,10 +55,12 @@ class EnginePool:
 
     A request goes to the engine whose running requests may sample the fewest further tokens. If
     that engine dies, another one, or a replacement, takes the answer up where its proven tokens
-    end. A dead engine is started again in the background and joins once it serves weights no
-    older than :attr:`version`, normally the newest. It is given up after ``max_restarts`` attempts
-    without an answer in between. When no engine is left, every call and everybody who waits gets
-    an :class:`EngineDeadError` with the last reason; until then nobody gets one.
+    end, up to ``max_restarts + 1`` times: an answer that goes on losing engines may be what kills
+    them, and is given up. A dead engine is started again in the background and joins once it serves
+    weights no older than :attr:`version`, normally the newest. It is given up after
+    ``max_restarts`` attempts without an answer in between. When no engine is left, every call and
+    everybody who waits gets an :class:`EngineDeadError` with the last reason; until then nobody
+    gets one.
 
     Args:
         engines: engines that have not been started; all with the same ``max_model_len``.
@@ -183,11 +187,13 @@ class EnginePool:
         seed: int | None = None,
         partial: Generation | None = None,
     ) -> Generation:
-        """Samples one answer, by as many engines as it takes; cancelling aborts the request.
+        """Samples one answer, by several engines if it must; cancelling aborts the request.
 
         Arguments and errors are those of
         :meth:`~torchrl_llm_async.engines.GenerationEngine.generate`. An answer that is taken up
-        again has ``/1``, ``/2``, ... behind its ``request_id``, and the same ``seed``.
+        again has ``/1``, ``/2``, ... behind its ``request_id``, and the same ``seed``. One that
+        has lost ``max_restarts + 2`` engines is given up: what there is of it is returned, with
+        ``finish_reason="abort"``.
         """
         attempt = 0
         while True:
@@ -216,6 +222,14 @@ class EnginePool:
                 if error.partial is not None:
                     self.stats.kept_tokens += _length(error.partial) - _length(partial)
                     partial = error.partial
+                if attempt > self.max_restarts:
+                    self.stats.given_up += 1
+                    torchrl_logger.error(
+                        f"request {request_id} is given up, since {attempt + 1} engines died "
+                        "under it; look in their logs for what they have in common"
+                    )
+                    nothing = Generation([], [], [], "abort")
+                    return nothing if partial is None else partial.followed_by(nothing)
             finally:
                 member.requests -= 1
                 member.load -= left
