@@ -92,13 +92,14 @@ class Engine:
         fail_starts: how many of its next starts fail.
         slow: turns a start or a switch takes.
         unproven: tokens at the end of an interrupted answer whose version is not proven.
+        discarded: how many such tokens it has lost.
     """
 
     max_model_len = 128
 
     def __init__(self) -> None:
         self.refuse: set[str] = set()
-        self.fail_starts = self.unproven = self.oldest_kept = 0
+        self.fail_starts = self.unproven = self.oldest_kept = self.discarded = 0
         self.slow = 1
         self.alive = self.silent = self.paused = False
         self.version = self.weights = 0
@@ -128,8 +129,9 @@ class Engine:
         while (self.alive or self.silent) and self.life == life:
             await turns(1)
 
-    def _dead(self, partial: Generation | None = None) -> EngineDeadError:
-        return EngineDeadError("the engine died, as told", partial)
+    def _dead(self, partial: Generation | None = None, discarded: int = 0) -> EngineDeadError:
+        self.discarded += discarded
+        return EngineDeadError("the engine died, as told", partial, discarded)
 
     async def generate(self, prompt_ids, sampling, *, request_id, seed=None, partial=None):
         self.check_health()
@@ -151,7 +153,8 @@ class Engine:
                         answer.versions[:kept],
                         "abort",
                     )
-                    raise self._dead(proven if kept else None)
+                    lost = len(answer.token_ids) - kept
+                    raise self._dead(proven if kept else None, lost)
                 position = len(answer.token_ids)
                 if position and answer.token_ids[-1] == EOS:
                     reason = "stop"

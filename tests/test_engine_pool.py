@@ -183,11 +183,12 @@ class TestDeath:
             assert b.request_ids == ["x/1"]
             assert pool.stats.resubmitted == 1
             assert pool.stats.kept_tokens == answer.versions.count(0) > 0
+            assert pool.stats.discarded_tokens == 2
 
     @on_the_clock
     async def test_the_former_partial_is_kept_if_the_next_engine_has_none(self) -> None:
         class Forgetful(Engine):
-            def _dead(self, partial=None):
+            def _dead(self, partial=None, discarded=0):
                 return super()._dead()
 
         async with running([Engine(), Forgetful()]) as (pool, (a, b)):
@@ -244,10 +245,6 @@ class TestDeath:
     @on_the_clock
     async def test_late_word_of_a_former_life_kills_nothing(self) -> None:
         class Slow(Engine):
-            def _dead(self, partial=None):
-                error = super()._dead(partial)
-                return error
-
             async def generate(self, *args, request_id, **kwargs):
                 try:
                     return await super().generate(*args, request_id=request_id, **kwargs)

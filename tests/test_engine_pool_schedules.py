@@ -168,6 +168,8 @@ class PoolMachine(RuleBasedStateMachine):
                 self.answered += 1
                 del self.requests[name]
         assert self.pool.stats.given_up == self.given_up
+        discarded = sum(engine.discarded for engine in self.engines)
+        assert self.pool.stats.discarded_tokens == discarded
 
     @invariant()
     def restarts_are_limited(self) -> None:

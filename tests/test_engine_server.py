@@ -419,6 +419,8 @@ class TestLoss:
             errors = await asyncio.gather(*across, *within, return_exceptions=True)
             assert all(isinstance(error, EngineDeadError) for error in errors)
             partials = [error.partial for error in errors]
+            assert errors[0].discarded > 0  # some came after the switch, of either version
+            assert errors[1].discarded == 0
             await engine.start()
             assert engine.version == version + 1
             assert [set(partial.versions) for partial in partials] == [{version}, {version + 1}]

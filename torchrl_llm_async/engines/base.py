@@ -122,11 +122,14 @@ class EngineDeadError(RuntimeError):
         partial: of an answer that was under way, the tokens whose versions are proven, with finish
             reason ``"abort"``; None if there are none. Give it to another engine's
             :meth:`GenerationEngine.generate` to go on from there.
+        discarded: further tokens of that answer, which had come and are lost, since their versions
+            are not proven.
     """
 
-    def __init__(self, message: str, partial: Generation | None = None) -> None:
+    def __init__(self, message: str, partial: Generation | None = None, discarded: int = 0) -> None:
         super().__init__(message)
         self.partial = partial
+        self.discarded = discarded
 
 
 @runtime_checkable

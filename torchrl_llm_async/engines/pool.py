@@ -42,12 +42,15 @@ class PoolStats:
         resubmitted: times an answer was taken up by another engine, or by a replacement.
         given_up: answers that were taken up too often, and ended where they were.
         kept_tokens: sampled tokens that outlived the engine they came from.
+        discarded_tokens: sampled tokens that did not, since their versions were not proven; they
+            are sampled again.
     """
 
     restarts: int = 0
     resubmitted: int = 0
     given_up: int = 0
     kept_tokens: int = 0
+    discarded_tokens: int = 0
 
 
 class EnginePool:
@@ -219,6 +222,7 @@ class EnginePool:
                 return answer
             except EngineDeadError as error:
                 self._bury(member, life, error)
+                self.stats.discarded_tokens += error.discarded
                 if error.partial is not None:
                     self.stats.kept_tokens += _length(error.partial) - _length(partial)
                     partial = error.partial

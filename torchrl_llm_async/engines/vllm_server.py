@@ -58,10 +58,17 @@ class _Answer:
         """The tokens whose version is known."""
         if self.whole is not None:
             return self.whole
-        kept = len(self.token_ids) if self.proven is None else self.proven
+        kept = len(self.token_ids) - self.unproven
         return Generation(
             self.token_ids[:kept], self.log_probs[:kept], [self.version] * kept, "abort"
         )
+
+    @property
+    def unproven(self) -> int:
+        """How many tokens have come whose version is not known."""
+        if self.whole is not None or self.proven is None:
+            return 0
+        return len(self.token_ids) - self.proven
 
 
 class VLLMServerEngine:
@@ -264,7 +271,8 @@ class VLLMServerEngine:
                 the sampling truncates the support without leave, or if the server refuses the
                 request.
             EngineDeadError: if the server is lost, or :meth:`shutdown` called, before the answer
-                is whole; its ``partial`` holds the tokens whose version is proven.
+                is whole; its ``partial`` holds the tokens whose version is proven, and its
+                ``discarded`` counts the others.
         """
         begun = Generation([], [], [], "abort") if partial is None else partial
         answer = None
@@ -306,6 +314,7 @@ class VLLMServerEngine:
         except EngineDeadError as error:
             whole = begun if answer is None else begun.followed_by(answer.so_far())
             error.partial = whole if whole.token_ids else None
+            error.discarded = 0 if answer is None else answer.unproven
             raise
         finally:
             self._answers.discard(answer)
