@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Literal
 
 from tensordict import TensorDictBase
-from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.weight_update import WeightSyncScheme
@@ -49,24 +47,6 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-def _tell_to_stop(connection: Connection) -> None:
-    try:
-        connection.send(("stop",))
-    except OSError:
-        torchrl_logger.debug("the collector's host had ended before it was told to")
-
-
-def _end_process(
-    connection: Connection, process: multiprocessing.process.BaseProcess, timeout: float
-) -> None:
-    """Asks the host to stop, and kills it if it has not by then."""
-    _tell_to_stop(connection)
-    process.join(timeout)
-    if process.is_alive():
-        process.kill()
-        process.join()
 
 
 class AsyncLLMCollector(BaseCollector):
@@ -237,7 +217,7 @@ class AsyncLLMCollector(BaseCollector):
             theirs.close()  # So that the pipe ends when the process does.
             # A program that ends without shutdown() would wait for ever for its child.
             self._finalizer = Finalize(
-                None, _end_process, (self._connection, host, _STOP_SECONDS), exitpriority=1
+                None, _host.end_process, (self._connection, host, _STOP_SECONDS), exitpriority=1
             )
         else:
             host = threading.Thread(target=_host.run, args=args, name="collector", daemon=True)
@@ -279,7 +259,7 @@ class AsyncLLMCollector(BaseCollector):
         try:
             if self._host_kind == "process":
                 self._finalizer.cancel()
-                _end_process(self._connection, self._host, timeout)
+                _host.end_process(self._connection, self._host, timeout)
             else:
                 self._tell_to_stop()
                 self._host.join(timeout)
@@ -290,8 +270,7 @@ class AsyncLLMCollector(BaseCollector):
         finally:
             for scheme in (self._weight_sync_schemes or {}).values():
                 scheme.shutdown()
-            if self._error is None:
-                self._fail(RuntimeError("the collector was shut down"))
+            self._fail(RuntimeError("the collector was shut down"))
 
     # ------------------------------------------------------------------ data
     def iterator(self) -> Iterator[TensorDictBase]:
@@ -320,7 +299,7 @@ class AsyncLLMCollector(BaseCollector):
     def _receive(self) -> None:
         """Hands on what the host sends; ends with the host."""
         try:
-            while self._hand_on(self._connection.recv()):
+            while self._hand_on_next():
                 pass
         except (EOFError, ConnectionResetError):
             if not self._stopping:
@@ -329,19 +308,21 @@ class AsyncLLMCollector(BaseCollector):
                 self._fail(
                     RuntimeError(f"the collector's process died, exit code {code}{self._see_log()}")
                 )
-        except Exception as error:  # What came can't be unpickled here.
-            self._fail(error)
-            self._tell_to_stop()
 
-    def _hand_on(self, message: tuple) -> bool:
-        """False after the host's last message. If one can't be handed on, the host has to end."""
+    def _hand_on_next(self) -> bool:
+        """False after the host's last message. When one can't be handed on the host has to end."""
         try:
-            return self._dispatch(message)
+            message = self._connection.recv()
+            if self._error is None:
+                return self._dispatch(message)
+        except (EOFError, ConnectionResetError):
+            raise
         except Exception as error:  # The buffer or its transform may object to a group.
             self._fail(error)
             # Whoever sends just now may wait for the host, and that for what is received here.
             threading.Thread(target=self._tell_to_stop, daemon=True).start()
             return True
+        return message[0] not in ("stopped", "error")
 
     def _dispatch(self, message: tuple) -> bool:
         match message:
@@ -378,7 +359,9 @@ class AsyncLLMCollector(BaseCollector):
         return True
 
     def _fail(self, error: BaseException) -> None:
-        """Everybody who waits for the host gets its exception."""
+        """Everybody who waits for the host gets its exception; the first one counts."""
+        if self._error is not None:
+            return
         self._error = error
         self._groups.put(error)
         if self.replay_buffer is not None:
@@ -465,7 +448,7 @@ class AsyncLLMCollector(BaseCollector):
 
     def _tell_to_stop(self) -> None:
         with self._sending:
-            _tell_to_stop(self._connection)
+            _host.tell_to_stop(self._connection)
 
     def _see_log(self) -> str:
         return "" if self._config.log_path is None else f"; see {self._config.log_path}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing.process
 import os
 import pickle
 import signal
@@ -25,6 +26,8 @@ import traceback
 from collections.abc import Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.collectors.rollouts import RolloutConfig, Rollouts
@@ -56,6 +59,25 @@ def run(connection: Connection, config: RolloutConfig, engine: EnginePool) -> No
             connection.send(("error", *_portable(error)))
     finally:
         connection.close()
+
+
+def tell_to_stop(connection: Connection) -> None:
+    """Asks the host at the other end of a pipe to stop."""
+    try:
+        connection.send(("stop",))
+    except OSError:
+        torchrl_logger.debug("the collector's host had ended before it was told to")
+
+
+def end_process(
+    connection: Connection, process: multiprocessing.process.BaseProcess, timeout: float
+) -> None:
+    """Asks the host to stop, and kills it if it has not by then."""
+    tell_to_stop(connection)
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 class _Stop(Exception):
