@@ -134,6 +134,24 @@ class TestRouting:
             assert [list(e.running) for e in (a, b, c)] == [["0"], ["1", "3", "5"], ["2", "4"]]
 
     @on_the_clock
+    async def test_answers_that_are_expected_to_be_long_are_spread(self) -> None:
+        async with running(2) as (pool, (a, b)):
+            sampling = SamplingConfig(max_new_tokens=50)
+            lengths = {"long 0": 40, "short 0": 5, "short 1": 5, "long 1": 999, "short 2": 5}
+            answers = [
+                asyncio.create_task(
+                    pool.generate([9, 0], sampling, request_id=name, expected_tokens=length)
+                )
+                for name, length in lengths.items()
+            ]
+            await turns(2)
+            # Loads: a 40; b 5; b 10; b 10 + 50; a 45.
+            assert list(a.running) == ["long 0", "short 2"]
+            assert list(b.running) == ["short 0", "short 1", "long 1"]
+            for answer in await asyncio.gather(*answers):
+                check_whole(answer, [9, 0])
+
+    @on_the_clock
     async def test_answers_free_their_tokens(self) -> None:
         async with running(2) as (pool, (a, b)):
             await ask(pool, [3], "first")
@@ -350,6 +368,24 @@ class TestGivingUp:
                 pool.check_health()
             assert pool.stats.restarts == 4
             assert [engine.calls.count("start") for engine in engines] == [3, 3]
+
+    @pytest.mark.inv5
+    @on_the_clock
+    async def test_a_restart_that_never_returns_has_failed(self) -> None:
+        class Hangs(Engine):
+            async def start(self):
+                if "start" in self.calls:
+                    self.calls.append("start")
+                    await asyncio.Event().wait()
+                await super().start()
+
+        async with running([Hangs()], max_restarts=2) as (pool, (engine,)):
+            request = ask(pool, [20], "x")
+            await turns(8)
+            engine.kill()
+            with pytest.raises(EngineDeadError, match="does not start: not within 600 s"):
+                await request
+            assert engine.calls == ["start", "shutdown"] * 3
 
     @on_the_clock
     async def test_one_engine_given_up_leaves_the_others(self) -> None:

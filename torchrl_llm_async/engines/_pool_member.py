@@ -22,6 +22,9 @@ class Publication:
 
 
 START = Publication(0, None)
+# Loading a large model takes minutes; nobody looks after an engine that is started later than the
+# pool, so a start that never returns must be told from one that is slow.
+_START_S = 600.0
 
 
 @dataclass(eq=False)
@@ -33,7 +36,8 @@ class Member:
         leaving: it gets no new requests.
         life: counts its deaths, to tell apart what is heard late of a former life.
         restarts: since its last answer.
-        requests, load: those it works on, and the tokens they may still sample.
+        requests, load: those it works on, and the tokens they were expected to sample when they
+            came.
         paused, serves, refused: of this life, as its engine said.
         replacement: the task that starts it again.
     """
@@ -60,13 +64,15 @@ class Member:
         """Starts the engine.
 
         Raises:
-            EngineDeadError: it does not start.
+            EngineDeadError: it does not start, or not within 10 minutes.
         """
         self.paused, self.serves, self.refused = False, START, {}
         try:
-            await self.engine.start()
+            async with asyncio.timeout(_START_S) as limit:
+                await self.engine.start()
         except Exception as error:
-            raise EngineDeadError(f"it does not start: {error}") from error
+            reason = f"not within {_START_S:g} s" if limit.expired() else error
+            raise EngineDeadError(f"it does not start: {reason}") from error
 
     async def switch(self, publication: Publication) -> None:
         """Gives it a publication, and notes whether it accepts it."""

@@ -9,8 +9,9 @@ publications come from, or of what versions mean to training: it only keeps to t
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchrl._utils import logger as torchrl_logger
@@ -56,14 +57,14 @@ class PoolStats:
 class EnginePool:
     """A :class:`~torchrl_llm_async.engines.GenerationEngine` made of engines.
 
-    A request goes to the engine whose running requests may sample the fewest further tokens. If
-    that engine dies, another one, or a replacement, takes the answer up where its proven tokens
-    end, up to ``max_restarts + 1`` times: an answer that goes on losing engines may be what kills
-    them, and is given up. A dead engine is started again in the background and joins once it serves
-    weights no older than :attr:`version`, normally the newest. It is given up after
-    ``max_restarts`` attempts without an answer in between. When no engine is left, every call and
-    everybody who waits gets an :class:`EngineDeadError` with the last reason; until then nobody
-    gets one.
+    A request goes to the engine with the least load: the tokens that its running requests may
+    sample, or are expected to, counted whole until they end. If that engine dies, another one, or
+    a replacement, takes the answer up where its proven tokens end, up to ``max_restarts + 1``
+    times: an answer that goes on losing engines may be what kills them, and is given up. A dead
+    engine is started again in the background and joins once it serves weights no older than
+    :attr:`version`, normally the newest. It is given up after ``max_restarts`` attempts, of 10
+    minutes at most, without an answer in between. When no engine is left, every call and everybody
+    who waits gets an :class:`EngineDeadError` with the last reason; until then nobody gets one.
 
     Args:
         engines: engines that have not been started; all with the same ``max_model_len``.
@@ -189,6 +190,7 @@ class EnginePool:
         request_id: str,
         seed: int | None = None,
         partial: Generation | None = None,
+        expected_tokens: int | None = None,
     ) -> Generation:
         """Samples one answer, by several engines if it must; cancelling aborts the request.
 
@@ -197,16 +199,21 @@ class EnginePool:
         again has ``/1``, ``/2``, ... behind its ``request_id``, and the same ``seed``. One that
         has lost ``max_restarts + 2`` engines is given up: what there is of it is returned, with
         ``finish_reason="abort"``.
+
+        Args:
+            expected_tokens: how long the whole answer is expected to be, where that is known: what
+                counts as its load. None expects ``max_new_tokens``.
         """
-        attempt = 0
-        while True:
+        most = sampling.max_new_tokens
+        expected = most if expected_tokens is None else min(expected_tokens, most)
+        for attempt in itertools.count():
             self._supervisor.check(partial)
             while (member := self._least_loaded()) is None:
                 await self._supervisor.news(partial)
             if attempt:
                 self.stats.resubmitted += 1
             life = member.life
-            left = sampling.max_new_tokens - _length(partial)
+            left = max(expected - _length(partial), 0)
             member.requests += 1
             member.load += left
             try:
@@ -229,17 +236,15 @@ class EnginePool:
                 if attempt > self.max_restarts:
                     self.stats.given_up += 1
                     torchrl_logger.error(
-                        f"request {request_id} is given up, since {attempt + 1} engines died "
-                        "under it; look in their logs for what they have in common"
+                        f"request {request_id} is given up: {attempt + 1} engines died under it"
                     )
-                    nothing = Generation([], [], [], "abort")
-                    return nothing if partial is None else partial.followed_by(nothing)
+                    begun = partial or Generation([], [], [], "abort")
+                    return replace(begun, finish_reason="abort")
             finally:
                 member.requests -= 1
                 member.load -= left
                 if member.leaving:
                     self._supervisor.tell()
-            attempt += 1
 
     def _least_loaded(self) -> Member | None:
         candidates = [member for member in self._live() if not member.leaving]
@@ -322,7 +327,7 @@ class EnginePool:
 
         Raises:
             ValueError: if it is in the pool already, or has another ``max_model_len``.
-            RuntimeError: if it does not start, or dies before it joins.
+            RuntimeError: if it does not start within 10 minutes, or dies before it joins.
             EngineDeadError: if the pool has ended.
         """
         self._supervisor.check()
@@ -354,8 +359,7 @@ class EnginePool:
         member = next((member for member in self._members if member.engine is engine), None)
         if member is None or member.leaving or not member.has_joined:
             raise ValueError(
-                f"{engine!r} is not in the pool, is still joining it, or is leaving: give one of "
-                "its engines"
+                f"{engine!r} is not in the pool, is joining, or is leaving: give one of its engines"
             )
         if not any(m is not member and m.has_joined and not m.leaving for m in self._members):
             raise ValueError(
