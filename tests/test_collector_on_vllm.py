@@ -129,6 +129,7 @@ def test_an_engine_killed_or_stopped_is_replaced_and_nothing_is_lost(tmp_path: P
     stats = collector.stats()
     assert stats["accepted"] == len(rows) and stats["rejected"] == stats["dropped"] == 0
     assert stats["submitted"] == stats["running"] + len(rows)
+    assert stats["kept_tokens"] > 0 and stats["discarded_tokens"] == stats["given_up"] == 0
     ids = [int(group[0]["group", "id"]) for group in rows]
     assert len(set(ids)) == len(ids)
     assert set(range(min(40, max(ids)))) <= set(ids), "an early group never came"

@@ -90,9 +90,9 @@ class AsyncLLMCollector(BaseCollector):
         group_filter: called with a complete group's :class:`~torchrl_llm_async.data.Trajectory` s;
             returns why to reject it, or None. Must be picklable if ``host="process"``.
         longest_first: begin the problems whose answers are expected to be long before the others
-            of the same ``groups_per_step``, as StreamRL (arXiv:2504.15930) does for batches. The
-            expectation is learnt from the answers. No problem is left out, but their order then
-            depends on which answers were there first.
+            of the same ``groups_per_step``, and spread them over the engines, as StreamRL
+            (arXiv:2504.15930) does for batches. The expectation is learnt from the answers. No
+            problem is left out, but their order then depends on which answers were there first.
         seed: seeds the prompts and every request.
         create_eval_env_fn, eval_problems: the held-out problems of :meth:`evaluate`.
         dump_path: JSON lines file that every finished sample is appended to.

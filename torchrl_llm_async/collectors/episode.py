@@ -31,6 +31,7 @@ async def run_episode(
     group_id: int,
     index: int,
     start_version: int,
+    expected_tokens: int | None = None,
 ) -> Trajectory:
     """Answers one problem, until the environment or a limit ends the conversation.
 
@@ -45,6 +46,8 @@ async def run_episode(
         group_id: the group the trajectory belongs to.
         index: its place in the group.
         start_version: version served when the group was admitted.
+        expected_tokens: how long the answer is expected to be, for an
+            :class:`~torchrl_llm_async.engines.EnginePool` to spread long ones.
 
     Returns:
         The trajectory. It ends with a sampled token: what the environment says after the last
@@ -59,6 +62,7 @@ async def run_episode(
     conversation = problem.fork()
     record = _Record(conversation.prompt_length)
     rewards: list[float] = []
+    routing = {} if expected_tokens is None else {"expected_tokens": expected_tokens}
     async with env_pool.lease(stateful=max_turns > 1) as env:
         for turn in range(max_turns):
             if len(conversation.token_ids) >= engine.max_model_len:
@@ -70,6 +74,7 @@ async def run_episode(
                 sampling,
                 request_id=request_id,
                 seed=request_seed(seed, group_id, index, turn),
+                **routing,
             )
             if generation.finish_reason == "abort":
                 raise EpisodeError(f"somebody aborted {request_id} in the engine", "aborted")

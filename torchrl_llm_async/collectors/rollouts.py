@@ -84,8 +84,12 @@ class RolloutStats:
     # Tokens of finished trajectories whose group was rejected.
     rejected_tokens: int = 0
     env_retries: int = 0
+    # Of answers whose engine died; see PoolStats.
     engine_restarts: int = 0
     resubmitted: int = 0
+    given_up: int = 0
+    kept_tokens: int = 0
+    discarded_tokens: int = 0
     # The ledger: always submitted = running + accepted + rejected + dropped.
     submitted: int = 0
     running: int = 0
@@ -258,6 +262,9 @@ class Rollouts:
         """All trajectories of one problem; if one can't be finished the group is rejected."""
         members: list[asyncio.Task[Trajectory]] = []
         failure: EpisodeError | None = None
+        expected = None
+        if self._lengths is not None:
+            expected = max(0, round(self._expected_length(problem))) or None
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self.config.group_size):
@@ -271,6 +278,7 @@ class Rollouts:
                         group_id=group_id,
                         index=index,
                         start_version=start_version,
+                        expected_tokens=expected,
                     )
                     members.append(tasks.create_task(episode))
         except BaseExceptionGroup as errors:
@@ -443,14 +451,15 @@ class Rollouts:
     def snapshot(self) -> RolloutStats:
         """The totals up to now."""
         now = time.perf_counter()
+        engines = vars(self.engine.stats)
         blocked = 0.0 if self._blocked_since is None else now - self._blocked_since
         return replace(
             self.stats,
             elapsed_s=now - self._start,
             waiting_for_trainer_s=self.stats.waiting_for_trainer_s + blocked,
             env_retries=self._envs.retried,
-            engine_restarts=self.engine.stats.restarts,
-            resubmitted=self.engine.stats.resubmitted,
+            engine_restarts=engines["restarts"],
+            **{name: count for name, count in engines.items() if name != "restarts"},
             reasons={
                 reason: count
                 for (state, reason), count in self.controller.reasons().items()
