@@ -86,25 +86,35 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
     print(flush=True)
 
 
+def spread(ratios: Sequence[float]) -> str:
+    """The median, and from where to where."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 # ---------------------------------------------------------------------- 1. the collector's overhead
-GROUP_SIZE, GROUPS = 8, 64
+GROUP_SIZE = 8
 
 
 def collector_overhead(repeats: int, scratch: Path) -> dict[str, float]:
     """Tokens per second through the collector, over those of bare vLLM on the same requests."""
-    models = {"written_sums": ASSET, "random": random_model(TINY, scratch / "tiny")}
+    # With the number of groups that take some seconds.
+    random_folder = random_model(TINY, scratch / "tiny")
+    models = {"written_sums": (ASSET, 64), "random": (random_folder, 32)}
     print(
-        f"## Collector\n\n{GROUPS} groups of {GROUP_SIZE} answers in a one-turn environment, "
-        f"{IN_FLIGHT} decoded at once, fp32; the model of the demo (0.3M parameters) and a random "
-        f"one (2.4M). Tokens/s, medians of {repeats}.\n"
+        f"## Collector\n\nGroups of {GROUP_SIZE} answers in a one-turn environment, {IN_FLIGHT} "
+        "decoded at once, fp32; the model of the demo (0.3M parameters), whose answers are short, "
+        "and a random one (2.4M), which answers with 64 tokens. Tokens/s, medians of "
+        f"{repeats}; ratios with their range.\n"
     )
     rows, ratios = [], {}
-    for name, folder in models.items():
-        speeds = _collector_and_bare(folder, repeats, scratch)
-        ratios[name] = statistics.median(collected / bare for collected, bare, _ in speeds)
-        medians = (statistics.median(column) for column in zip(*speeds, strict=True))
-        rows.append([name, *(f"{median:,.0f}" for median in medians), f"{ratios[name]:.3f}"])
-    table(["model", "collector", "bare vLLM", "bare, without log-probs", "collector / bare"], rows)
+    for name, (folder, groups) in models.items():
+        length, speeds = _collector_and_bare(folder, groups, repeats, scratch)
+        shares = [collected / bare for collected, bare, _ in speeds]
+        ratios[name] = statistics.median(shares)
+        medians = (f"{statistics.median(column):,.0f}" for column in zip(*speeds, strict=True))
+        rows.append([name, f"{length:.0f}", *medians, spread(shares)])
+    columns = ["model", "tokens/answer", "collector", "bare vLLM", "bare, without log-probs"]
+    table([*columns, "collector / bare"], rows)
     return {
         "collector/throughput_ratio": min(ratios.values()),
         **{f"collector/throughput_ratio_{name}": ratio for name, ratio in ratios.items()},
@@ -112,9 +122,9 @@ def collector_overhead(repeats: int, scratch: Path) -> dict[str, float]:
 
 
 def _collector_and_bare(
-    folder: Path, repeats: int, scratch: Path
-) -> list[tuple[float, float, float]]:
-    """Tokens per second of the collector, of bare vLLM, and of that without log-probs."""
+    folder: Path, groups_per_turn: int, repeats: int, scratch: Path
+) -> tuple[float, list[tuple[float, ...]]]:
+    """Mean tokens of an answer; tokens/s of collector, bare vLLM, and that without log-probs."""
     engine = VLLMEngine(
         folder, max_model_len=128, max_num_seqs=IN_FLIGHT, log_file=scratch / "vllm.log"
     )
@@ -124,7 +134,7 @@ def _collector_and_bare(
         tokenizer=str(ASSET),
         sampling=SamplingConfig(max_new_tokens=64),
         group_size=GROUP_SIZE,
-        groups_per_step=GROUPS,
+        groups_per_step=groups_per_turn,
         max_staleness=0,  # It rests after each batch until it is given the next version.
         total_steps=repeats + 1,
         # Some more than are decoded at once: what waits for the last of a group leaves no gap.
@@ -149,7 +159,7 @@ def _collector_and_bare(
             begun = time.perf_counter()
             if turn > 0:
                 collector.resume()
-            batch = list(itertools.islice(groups, GROUPS))
+            batch = list(itertools.islice(groups, groups_per_turn))
             seconds = [time.perf_counter() - begun]
             requests = [
                 (row["tokens", "prompt"].tolist(), int(row["masks", "all_assistant_mask"].sum()))
@@ -159,15 +169,15 @@ def _collector_and_bare(
             for log_probs in (True, False):
                 connection.send((requests, log_probs))
                 seconds.append(connection.recv())
+            tokens = sum(length for _, length in requests)
             if turn > 0:  # The first warms up.
-                tokens = sum(length for _, length in requests)
                 speeds.append(tuple(tokens / took for took in seconds))
     finally:
         collector.shutdown()
         store.close()
         connection.close()  # Which ends the other process.
         bare.join()
-    return speeds
+    return tokens / len(requests), speeds
 
 
 def _serve_next_version(collector: AsyncLLMCollector, path: Path, version: int) -> None:
@@ -220,9 +230,8 @@ async def _answer_bare(
 
 # ---------------------------------------------------------------------- 2. what an update costs
 PARTS = ("stage", "pause", "load", "repack", "resume")
-COMPARED = ("still", "bare load", "3 copies", "still / limit", "client's gap", "usual gap")
-STALL_IN_FLIGHT = 16
-TICKS = 6
+COMPARED = ("still", "bare load", "3 copies", "client's gap", "usual gap")
+STALL_IN_FLIGHT, TICKS = 16, 6
 
 
 def update_stall(repeats: int, scratch: Path) -> dict[str, float]:
@@ -239,14 +248,11 @@ def update_stall(repeats: int, scratch: Path) -> dict[str, float]:
     )
     rows, ratios = [], {}
     for way, runs in found.items():
-        median = {
-            name: statistics.median(run[name] for run in runs) for name in (*PARTS, *COMPARED)
-        }
-        ratios[way] = median["still / limit"]
-        rows.append(
-            [way] + [f"{v:.2f}" if "/" in name else f"{1e3 * v:.0f}" for name, v in median.items()]
-        )
-    table(["on_update", *PARTS, *COMPARED], rows)
+        shares = [run["still"] / (run["bare load"] + run["3 copies"]) for run in runs]
+        ratios[way] = statistics.median(shares)
+        medians = (statistics.median(run[name] for run in runs) for name in (*PARTS, *COMPARED))
+        rows.append([way, *(f"{1e3 * median:.0f}" for median in medians), spread(shares)])
+    table(["on_update", *PARTS, *COMPARED, "still / limit"], rows)
     return {
         "weights/stall_over_limit": max(ratios.values()),
         **{f"weights/stall_over_limit_{way}": ratio for way, ratio in ratios.items()},
@@ -293,12 +299,10 @@ async def _measure_stall(engine: VLLMEngine, path: Path) -> dict[str, float]:
         for task in running:
             task.cancel()
     gaps = [after - before for before, after in itertools.pairwise(seen)]
-    still = engine.last_update["stall"] - engine.last_update["pause"]
     return engine.last_update | {
-        "still": still,
+        "still": engine.last_update["stall"] - engine.last_update["pause"],
         "bare load": bare,
         "3 copies": copies,
-        "still / limit": still / (bare + copies),
         "client's gap": max(gaps),
         "usual gap": statistics.median(gaps),
     }
@@ -337,7 +341,7 @@ async def _tick(engine: VLLMEngine, request_id: str, arrivals: asyncio.Queue[flo
 # ---------------------------------------------------------------------- 3. the ways to update
 WAYS = ("no updates", "keep", "recompute", "abort", "drain first")
 MEDIAN_LENGTH, LONGEST = 32, 256
-WARM_UP_S, WINDOW_S = 2.0, 6.0
+WARM_UP_S, WINDOW_S = 2.0, 5.0
 
 
 def ways_to_update(repeats: int, scratch: Path) -> dict[str, float]:
@@ -353,11 +357,10 @@ def ways_to_update(repeats: int, scratch: Path) -> dict[str, float]:
     rows, shares = [], {}
     for way, runs in found.items():
         useful, rate, took = (statistics.median(column) for column in zip(*runs, strict=True))
-        shares[way] = statistics.median(
-            run[0] / base[0] for run, base in zip(runs, found["no updates"], strict=True)
-        )
+        ratios = [run[0] / base[0] for run, base in zip(runs, found["no updates"], strict=True)]
+        shares[way] = statistics.median(ratios)
         switches = ("", "") if way == "no updates" else (f"{rate:.2f}", f"{1e3 * took:.0f}")
-        rows.append([way, f"{useful:,.0f}", f"{shares[way]:.2f}", *switches])
+        rows.append([way, f"{useful:,.0f}", spread(ratios), *switches])
     columns = ["way", "useful tokens/s", "of those without updates", "updates/s", "ms till served"]
     table(columns, rows)
     return {f"updates/{way.replace(' ', '_')}_share": share for way, share in shares.items()}
