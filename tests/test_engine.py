@@ -18,8 +18,10 @@ from torchrl_llm_async.engines import (
     GenerationEngine,
     SamplingConfig,
     VLLMEngine,
+    vllm_engine,
 )
 from torchrl_llm_async.engines._heartbeat import until_silent
+from torchrl_llm_async.engines._vllm_request import sampling_params
 from torchrl_llm_async.weight_update import WeightStore
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -241,6 +243,24 @@ class TestGenerate:
         answer = host.run(abort())
         assert answer.finish_reason == "abort"
         assert 0 < len(answer.token_ids) < LONG.max_new_tokens
+
+    def test_ended_by_anything_but_sampling_it_is_aborted(
+        self, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By vLLM's detection of repetitions, which knows such an end and is never asked for."""
+        from vllm.sampling_params import RepetitionDetectionParams
+
+        def detecting(*args, **kwargs):
+            params = sampling_params(*args, **kwargs)
+            params.repetition_detection = RepetitionDetectionParams(
+                max_pattern_size=1, min_pattern_size=1, min_count=2
+            )
+            return params
+
+        monkeypatch.setattr(vllm_engine, "sampling_params", detecting)
+        answer = host.run(host.engine.generate(PROMPT, LONG, request_id="repeats"))
+        assert answer.finish_reason == "abort"
+        assert answer.token_ids[-2] == answer.token_ids[-1]
 
 
 @needs_engine

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
-from aiohttp import web
 from policies import Weights, assert_true, changed, initial_weights
 
 from torchrl_llm_async._lifetime import die_with_parent
@@ -165,58 +164,6 @@ class TestWithoutServer:
             asyncio.run(engine.start())
         with pytest.raises(EngineDeadError):
             engine.check_health()
-
-    @pytest.mark.parametrize(
-        ("wrong", "message"),
-        [
-            ("dev mode", "VLLM_SERVER_DEV_MODE=1"),
-            ("extension", f"--worker-extension-cls {EXTENSION}"),
-            ("log-probs", "gives raw_logprobs.*--logprobs-mode processed_logprobs"),
-            ("chunked prefill", "--no-enable-chunked-prefill"),
-            ("tokens", r"Scale-out endpoints are disabled.*--tokens-only"),
-            ("context", "takes 64 tokens.*max_model_len=256: .*--max-model-len 256 or more"),
-            ("switch", "'switching'.* launch it anew"),
-        ],
-    )
-    def test_a_server_launched_wrongly_is_refused(self, wrong: str, message: str) -> None:
-        """Against what vLLM 0.32 answers then; only its texts matter here."""
-        config = {
-            "model_config": {
-                "logprobs_mode": "raw_logprobs" if wrong == "log-probs" else "processed_logprobs",
-                "max_model_len": 64 if wrong == "context" else 4096,
-            },
-            "parallel_config": {"worker_extension_cls": "" if wrong == "extension" else EXTENSION},
-            "device_config": {"device": "cpu"},
-            "scheduler_config": {"enable_chunked_prefill": wrong == "chunked prefill"},
-        }
-        words = "Scale-out endpoints are disabled" if wrong == "tokens" else "Vocabulary size: 9"
-        answers = {
-            "/health": {},
-            "/server_info": {"vllm_config": config},
-            "/inference/v1/generate": {"error": {"message": words}},
-            "/weight_info": {"weight_version": "switching"},
-        }
-        if wrong == "dev mode":
-            del answers["/server_info"]
-
-        async def answer(request: web.Request) -> web.Response:
-            found = answers.get(request.path)
-            return web.json_response(found, status=404 if found is None else 200)
-
-        async def main() -> None:
-            app = web.Application()
-            app.router.add_route("*", "/{path:.*}", answer)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            try:
-                await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
-                port = site._server.sockets[0].getsockname()[1]
-                await VLLMServerEngine(f"http://127.0.0.1:{port}").start()
-            finally:
-                await runner.cleanup()
-
-        with pytest.raises(RuntimeError, match=message):
-            asyncio.run(main())
 
 
 @pytest.mark.engine

@@ -1,4 +1,4 @@
-"""A conversation with an HTTP server that is either alive or lost, never in between.
+"""Requests to an HTTP server that is either alive or lost, never in between.
 
 Owns connections, time limits and the heartbeat, and turns every way in which a server can fail to
 answer into :class:`~torchrl_llm_async.engines.EngineDeadError`, for all requests at once. What is
@@ -22,7 +22,7 @@ from torchrl_llm_async.engines.base import EngineDeadError
 _KEEP_ALIVE_S = 2.0
 
 
-class Conversation:
+class ServerSession:
     """Requests to one server, until it is lost or :meth:`close` is called; then never again.
 
     Args:
@@ -69,9 +69,12 @@ class Conversation:
         self._heartbeat = asyncio.create_task(self._beat(path), name=f"heartbeat of {self.url}")
 
     async def _beat(self, path: str) -> None:
-        with contextlib.suppress(EngineDeadError):  # every other request will raise it again
+        try:
             await until_silent(lambda: self.call(path, method="GET"), self.silence_s)
-            self.lose(f"it gave no sign of life for {self.silence_s:g} s")
+            reason = f"it gave no sign of life for {self.silence_s:g} s"
+        except Exception as error:  # without a heartbeat a server that hangs is not noticed
+            reason = f"asked for a sign of life, it failed: {error}"
+        self.lose(reason)
 
     async def call(
         self,
@@ -149,7 +152,7 @@ class Conversation:
         return EngineDeadError(f"the server at {self.url} is lost: {self._lost_because}")
 
     async def close(self, reason: str) -> None:
-        """Ends the conversation; requests still waiting raise :class:`EngineDeadError`."""
+        """Ends the session; requests still waiting raise :class:`EngineDeadError`."""
         self.lose(reason)
         if self._heartbeat is not None:
             self._heartbeat.cancel()

@@ -1,13 +1,14 @@
-"""What every engine over vLLM asks of a request before it sends it.
+"""What every engine over vLLM asks of a request, and of its end.
 
-Owns the checks that vLLM 0.32 leaves out, and the naming of random streams. Sending requests, and
-what comes of them, is each engine's own affair.
+Owns the checks that vLLM 0.32 leaves out, the naming of random streams and of the ways an answer
+ends. Sending requests, and what comes of them, is each engine's own affair.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Literal
 
 from torchrl_llm_async.engines.base import SamplingConfig
 
@@ -55,6 +56,16 @@ def check_request(
             "importance ratios: sample with temperature alone, or build the engine with "
             "allow_truncated_support=True"
         )
+
+
+def finish_reason(vllms: str) -> Literal["stop", "length", "abort"]:
+    """What vLLM's reason means; it has ``"error"`` and ``"repetition"`` too, in 0.32.
+
+    Examples:
+        >>> finish_reason("stop"), finish_reason("error")
+        ('stop', 'abort')
+    """
+    return vllms if vllms in ("stop", "length") else "abort"
 
 
 def stream_seed(seed: int, stream: int | str, begun: int) -> int:

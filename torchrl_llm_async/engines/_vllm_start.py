@@ -15,7 +15,7 @@ from pathlib import Path
 from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.engines._process import log_to, starting
 
-_WORKER_EXTENSION = "torchrl_llm_async.engines.vllm_worker.WeightUpdateExtension"
+WORKER_EXTENSION = "torchrl_llm_async.engines.vllm_worker.WeightUpdateExtension"
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CORE_GRACE_S = 2.0  # then it is killed: it has nothing to save
 
@@ -117,7 +117,7 @@ def _start(on_cpu: bool, fork: bool, **engine_args):
         enable_chunked_prefill=not on_cpu,
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
-        worker_extension_cls=_WORKER_EXTENSION,
+        worker_extension_cls=WORKER_EXTENSION,
         **engine_args,
     ).create_engine_config()
     if fork:

@@ -22,6 +22,7 @@ from typing import Literal, get_args
 from torchrl_llm_async.engines._heartbeat import until_silent
 from torchrl_llm_async.engines._process import LastingThread, can_fork
 from torchrl_llm_async.engines._requests import check_request, stream_seed
+from torchrl_llm_async.engines._vllm_request import sample, sampling_params
 from torchrl_llm_async.engines._vllm_start import end_vllm, start_vllm
 from torchrl_llm_async.engines.base import (
     EngineDeadError,
@@ -211,7 +212,8 @@ class VLLMEngine:
                 stop token ended, or that leaves no room for a token, is returned as the answer.
 
         Returns:
-            The whole answer; with ``finish_reason="abort"`` if somebody ended it inside vLLM.
+            The whole answer; with ``finish_reason="abort"`` if somebody, or an error of this
+            request alone, ended it inside vLLM.
 
         Raises:
             ValueError: if the prompt is empty, holds unknown ids or leaves no room for a token,
@@ -238,8 +240,12 @@ class VLLMEngine:
                 self.check_health()
                 switches = self._aborting_switches
                 ids = [*prompt_ids, *answer.token_ids]
-                params = self._sampling_params(sampling, stream, len(answer.token_ids))
-                answer = answer.followed_by(await self._sample(ids, params, request_id))
+                begun = len(answer.token_ids)
+                seed = stream_seed(self.seed, stream, begun)
+                params = sampling_params(sampling, begun=begun, seed=seed)
+                salt = str(self._version) if self.on_update == "keep" else None
+                rest = await sample(self._engine, ids, params, request_id, salt)
+                answer = answer.followed_by(rest)
                 if answer.finish_reason != "abort":
                     return answer
                 if switches == self._aborting_switches:
@@ -253,60 +259,6 @@ class VLLMEngine:
         if answer.finish_reason != "stop":
             answer = dataclasses.replace(answer, finish_reason="length")
         return answer
-
-    def _sampling_params(self, sampling: SamplingConfig, stream: int | str, begun: int):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            max_tokens=sampling.max_new_tokens - begun,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=stream_seed(self.seed, stream, begun),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            # With flat log-probabilities 30 us of this process per token; a message per token
-            # takes 44, for chunks that carry no versions.
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    async def _sample(self, ids: list[int], params, request_id: str) -> Generation:
-        """What one request to vLLM gives; if its core dies, all that came before."""
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine import FinishReason
-        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
-
-        engine = self._engine
-        prompt = {"type": "token", "prompt_token_ids": ids}
-        if self.on_update == "keep":
-            prompt["cache_salt"] = str(self._version)
-        try:
-            async for output in engine.generate(prompt, params, request_id):
-                answer = output.outputs[0]
-        except CoreDeadError:
-            # vLLM 0.32 keeps the state of a request whose core died. Its tokens came in one
-            # message each step with their log-probabilities and version, so none is unproven.
-            processor = engine.output_processor
-            internal_ids = processor.external_req_ids.get(request_id)
-            if not internal_ids:  # it was never submitted
-                return Generation([], [], [], "abort")
-            state = processor.request_states[internal_ids[-1]]
-            answer = state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
-        except VLLMClientError as error:
-            raise ValueError(f"vLLM refuses request {request_id}: {error}") from error
-        return Generation(
-            token_ids=list(answer.token_ids),
-            log_probs=list(answer.logprobs.logprobs),
-            versions=[
-                int(span.version)
-                for span in answer.weight_versions
-                for _ in range(span.end - span.start)
-            ],
-            finish_reason=answer.finish_reason,
-        )
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Serves the published weights from the next token on.

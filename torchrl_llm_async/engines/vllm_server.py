@@ -1,6 +1,6 @@
 """A vLLM server elsewhere as a generation engine, reached over HTTP.
 
-Owns one client's conversation with one ``vllm serve`` process of vLLM 0.32: the checks that it was
+Owns what one client has to do with one ``vllm serve`` process of vLLM 0.32: the checks that it was
 launched rightly, requests, weight switches, and noticing that it is gone. Starting, placing and
 ending the server are not its affair, nor is carrying the weights: a publication is a path, and the
 server reads it from a file system both machines see. What happens to the weights inside the server
@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchrl_llm_async.engines._requests import check_request, stream_seed
+from torchrl_llm_async.engines._requests import check_request, finish_reason, stream_seed
+from torchrl_llm_async.engines._vllm_start import WORKER_EXTENSION
 from torchrl_llm_async.engines.base import (
     EngineDeadError,
     Generation,
@@ -26,11 +27,10 @@ from torchrl_llm_async.engines.base import (
 )
 
 if TYPE_CHECKING:
-    from torchrl_llm_async.engines._http import Conversation
+    from torchrl_llm_async.engines._http import ServerSession
 
 __all__ = ["VLLMServerEngine"]
 
-_WORKER_EXTENSION = "torchrl_llm_async.engines.vllm_worker.WeightUpdateExtension"
 _HOW_TO_LAUNCH = "docs/engines.md has the whole command"
 _STREAM_INTERVAL = 16  # tokens per message: what a lost server costs, against a message's cost
 _POLL_S = 0.05
@@ -143,7 +143,7 @@ class VLLMServerEngine:
         self._paused = False
         self._switching = False
         self._answers: set[_Answer] = set()
-        self._server: Conversation | None = None
+        self._server: ServerSession | None = None
 
     @property
     def version(self) -> int:
@@ -160,9 +160,9 @@ class VLLMServerEngine:
         """
         if self._server is not None:
             raise RuntimeError("this engine is running; shutdown() it first, or make another")
-        from torchrl_llm_async.engines._http import Conversation
+        from torchrl_llm_async.engines._http import ServerSession
 
-        self._server = Conversation(self.url, silence_s=self.heartbeat_s)
+        self._server = ServerSession(self.url, silence_s=self.heartbeat_s)
         self._switching = self._paused = False
         self._update_lock = asyncio.Lock()
         self._pause_lock = asyncio.Lock()
@@ -198,9 +198,9 @@ class VLLMServerEngine:
                     "offers no weight updates", "VLLM_SERVER_DEV_MODE=1 in its environment"
                 )
             config = (await response.json())["vllm_config"]
-        if config["parallel_config"]["worker_extension_cls"] != _WORKER_EXTENSION:
+        if config["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
             raise launched_wrongly(
-                "can't load a publication", f"--worker-extension-cls {_WORKER_EXTENSION}"
+                "can't load a publication", f"--worker-extension-cls {WORKER_EXTENSION}"
             )
         mode = config["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
@@ -263,8 +263,8 @@ class VLLMServerEngine:
                 stop token ended, or that leaves no room for a token, is returned as the answer.
 
         Returns:
-            The whole answer, ``partial`` included. ``finish_reason="abort"`` means that somebody
-            ended the request on the server.
+            The whole answer, ``partial`` included. ``finish_reason="abort"`` means that somebody,
+            or something else than sampling, ended the request on the server.
 
         Raises:
             ValueError: if the prompt is empty, holds unknown ids or leaves no room for a token, if
@@ -332,7 +332,7 @@ class VLLMServerEngine:
             "stream_interval": _STREAM_INTERVAL,
         }
 
-    async def _stream(self, server: Conversation, request: dict, answer: _Answer) -> None:
+    async def _stream(self, server: ServerSession, request: dict, answer: _Answer) -> None:
         """Fills the answer as messages come; the last one brings its versions."""
         from torchrl_llm_async.engines._http import events
 
@@ -343,7 +343,9 @@ class VLLMServerEngine:
             async for message in events(response):
                 if (error := message.get("error")) is not None:
                     if error["code"] >= 500:
-                        raise server.lose(error["message"])
+                        # Of this request alone, unless the core answers no more.
+                        await server.call("weight_info", method="GET")
+                        return
                     raise server.refusal(error["message"])
                 (choice,) = message["choices"]
                 answer.token_ids += choice["token_ids"]
@@ -357,9 +359,8 @@ class VLLMServerEngine:
                         for span in choice["weight_versions"] or ()
                         for _ in range(span["end"] - span["start"])
                     ]
-                    answer.whole = Generation(
-                        answer.token_ids, answer.log_probs, versions, choice["finish_reason"]
-                    )
+                    reason = finish_reason(choice["finish_reason"])
+                    answer.whole = Generation(answer.token_ids, answer.log_probs, versions, reason)
         if answer.whole is None:
             raise server.lose("it broke off an answer")
         if answer.whole.finish_reason == "abort":
@@ -387,7 +388,7 @@ class VLLMServerEngine:
         # Shielded: a caller that gives up leaves a whole switch behind, not half of one.
         await asyncio.shield(self._switch(self._server, version, path))
 
-    async def _switch(self, server: Conversation, version: int, path: Path) -> None:
+    async def _switch(self, server: ServerSession, version: int, path: Path) -> None:
         async with self._update_lock:
             await _rpc(server, "begin_staging", version, str(Path(path).absolute()))
             # A server can't call back.
@@ -407,7 +408,7 @@ class VLLMServerEngine:
                         f"the switch to version {version} broke off ({error})"
                     ) from error
 
-    async def _apply(self, server: Conversation, version: int) -> None:
+    async def _apply(self, server: ServerSession, version: int) -> None:
         self._switching = True
         for answer in self._answers:
             answer.freeze()
@@ -440,7 +441,7 @@ class VLLMServerEngine:
         self.check_health()
         await asyncio.shield(self._set_paused(self._server, False))
 
-    async def _set_paused(self, server: Conversation, paused: bool) -> None:
+    async def _set_paused(self, server: ServerSession, paused: bool) -> None:
         async with self._pause_lock:
             self._paused = paused
             if paused:
@@ -452,13 +453,13 @@ class VLLMServerEngine:
         """Raises :class:`EngineDeadError` if the server is not known to be running."""
         if self._server is None:
             raise EngineDeadError(
-                f"there is no conversation with the server at {self.url}: it was never begun, or "
+                f"there is no session with the server at {self.url}: it was never begun, or "
                 "was shut down; start() the engine"
             )
         self._server.check()
 
     async def shutdown(self) -> None:
-        """Ends the conversation; pending answers raise :class:`EngineDeadError`.
+        """Ends the session; pending answers raise :class:`EngineDeadError`.
 
         The server lives on, at the version it serves, and aborts what this client had asked for.
         """
@@ -467,12 +468,12 @@ class VLLMServerEngine:
             await server.close("the engine was shut down")
 
 
-async def _rpc(server: Conversation, method: str, *args: int | str) -> list[Any]:
+async def _rpc(server: ServerSession, method: str, *args: int | str) -> list[Any]:
     """Calls the worker extension; gives one result per worker."""
     answer = await server.call("collective_rpc", {"method": method, "args": args})
     return answer["results"]
 
 
-async def _pause(server: Conversation, *, clear_cache: bool) -> None:
+async def _pause(server: ServerSession, *, clear_cache: bool) -> None:
     choices = {"mode": "keep", "clear_cache": "true" if clear_cache else "false"}
     await server.call("pause", params=choices)
