@@ -65,6 +65,8 @@ def test_checked_in_configs_pass(path):
         ("engine.on_update=[keep]", r"engine.on_update is \['keep'\]; .* one of 'keep'"),
         ("eval_problems=1", r"eval_problems is 1; it must be at least 2"),
         ("clip_grad_norm=0", r"clip_grad_norm is 0.0; it must be above 0, or null"),
+        ("num_engines=0", r"num_engines is 0; it must be at least 1"),
+        ("group_filter._component_=builtins.nothing", r"group_filter._component_ is .*nothing'"),
         ("device=gpu", r"device is 'gpu'; it must be 'cpu' or 'cuda'"),
         ("weights_dir=no/where", r"weights_dir is 'no/where', which is no folder"),
         ("collector.seed=1", r"collector.seed is 1, .* use the top-level key seed instead"),
@@ -223,3 +225,16 @@ def test_a_tokenizer_of_another_model_is_refused(cfg, tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=r"tokenizer: its vocabulary has \d+ tokens"):
         load_config(with_overrides(cfg, f"model_dir={folder}"))
+
+
+def test_one_server_is_one_engine(cfg):
+    server = {
+        "_component_": "torchrl_llm_async.engines.VLLMServerEngine",
+        "url": "http://localhost:1",
+        "max_model_len": 128,
+    }
+    cfg.engine = server
+    load_config(cfg)
+    cfg.num_engines = 2
+    with pytest.raises(ConfigError, match=r"num_engines is 2, but engine.url names one server"):
+        load_config(cfg)

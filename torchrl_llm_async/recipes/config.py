@@ -282,6 +282,11 @@ def _check_values(cfg: DictConfig) -> None:
         raise ConfigError(
             f"clip_grad_norm is {cfg.clip_grad_norm}; it must be above 0, or null for no clipping"
         )
+    if cfg.num_engines > 1 and "url" in cfg.engine:
+        raise ConfigError(
+            f"num_engines is {cfg.num_engines}, but engine.url names one server, which one engine "
+            "object speaks for; set it to 1, or build an EnginePool in Python"
+        )
     if cfg.device.split(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"device is {cfg.device!r}; it must be 'cpu' or 'cuda'")
     if cfg.weights_dir is not None and not Path(cfg.weights_dir).is_dir():
