@@ -218,6 +218,55 @@ class TestHung:
         assert len(life.told_to_end.partials()) == 4
 
 
+class TestEnded:
+    """One whose heartbeat fails, started again, and shut down by one who gives up."""
+
+    @dataclass
+    class Life:
+        ailing: Loss
+        core_ended: bool  # after a second shutdown returned
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def life(engine_host: EngineHost, tmp_path_factory: pytest.TempPathFactory) -> Life:
+        folder = _a_model(tmp_path_factory.mktemp("tied"), tied=True)
+        engine = VLLMEngine(folder, heartbeat_s=HEARTBEAT_S, log_file=folder / "vllm.log")
+
+        async def fail() -> None:
+            raise RuntimeError("as told")
+
+        async def ail() -> None:
+            await engine.pause()  # so that no answer is whole before
+            engine._engine.get_weight_version = fail
+
+        async def live() -> TestEnded.Life:
+            await engine.start()
+            ailing = await _lose_the_core(engine, signal.SIGCONT, besides=[ail()])
+            await engine.shutdown()
+            await engine.start()
+            (process,) = engine._engine.engine_core.resources.engine_manager.processes
+            core = os.pidfd_open(process.pid)
+            giving_up = asyncio.ensure_future(engine.shutdown())
+            await asyncio.sleep(0)
+            giving_up.cancel()
+            await asyncio.wait([giving_up])
+            await engine.shutdown()
+            # While this loop stands still: nothing of the shutdown is left to do.
+            return TestEnded.Life(ailing, bool(select.select([core], [], [], 10)[0]))
+
+        return engine_host.run(live(), timeout=300)
+
+    @pytest.mark.inv5
+    def test_a_heartbeat_that_fails_ends_the_core(self, life: Life) -> None:
+        for error in life.ailing.heard:
+            assert "answered RuntimeError('as told') and was killed" in str(error)
+        assert select.select([life.ailing.core], [], [], 30)[0], "the engine core lives on"
+
+    @pytest.mark.inv5
+    def test_a_shutdown_is_carried_through_though_its_caller_gave_up(self, life: Life) -> None:
+        assert life.core_ended
+
+
 _CLIENT = """
 import asyncio, multiprocessing, sys
 from pathlib import Path

@@ -116,6 +116,27 @@ class TestSwitch:
         assert all(seconds > 0 for seconds in parts.values())
         assert sum(parts.values()) - parts["stage"] < stall
 
+    @pytest.mark.inv5
+    def test_a_file_system_that_never_answers_is_a_refusal(
+        self,
+        host: EngineHost,
+        tiny_model: Path,
+        store: WeightStore,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(host.engine, "heartbeat_s", 0.05)  # the running watch keeps its own
+        version = host.engine.version + 1
+        os.mkfifo(dead := tmp_path / "dead.safetensors")  # opening it waits for a writer
+        with pytest.raises(WeightUpdateError, match=r"dead.safetensors could not be read in 0.5 s"):
+            host.run(host.engine.update_weights(version, dead))
+        monkeypatch.undo()
+        answer = host.run(host.engine.generate(PROMPT, SHORT, request_id="meanwhile"))
+        assert set(answer.versions) == {version - 1}
+        path = store.write(version, initial_weights(tiny_model).items())
+        host.run(host.engine.update_weights(version, path))
+        assert host.engine.version == version
+
     def test_giving_up_leaves_a_whole_switch(
         self, host: EngineHost, tiny_model: Path, store: WeightStore
     ) -> None:

@@ -9,6 +9,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 _PARTS = 10
+# So many such silences a publication may take to be read, beside generation: a file system that is
+# dead keeps its readers waiting for ever, while everything else is well.
+STAGING_BEATS = 10
 
 
 async def until_silent(ask: Callable[[], Coroutine], seconds: float) -> None:

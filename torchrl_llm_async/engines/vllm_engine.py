@@ -9,7 +9,6 @@ controller's affair, and several engines are a pool's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -19,7 +18,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from torchrl_llm_async.engines._heartbeat import until_silent
+from torchrl_llm_async.engines._heartbeat import STAGING_BEATS, until_silent
 from torchrl_llm_async.engines._process import LastingThread, can_fork
 from torchrl_llm_async.engines._requests import check_request, stream_seed
 from torchrl_llm_async.engines._vllm_request import sample, sampling_params
@@ -127,6 +126,7 @@ class VLLMEngine:
         self._thread: LastingThread | None = None
         self._at_exit: multiprocessing.util.Finalize | None = None
         self._watch: asyncio.Task | None = None
+        self._ending: asyncio.Task | None = None
         self._dead_because: str | None = "it was never started"
 
     @property
@@ -148,6 +148,7 @@ class VLLMEngine:
         """
         if self._engine is not None:
             raise RuntimeError("this engine is running; shutdown() it first, or make another")
+        await self.shutdown()  # one whose caller was cancelled may be under way
         build = functools.partial(
             start_vllm,
             self.model,
@@ -274,8 +275,9 @@ class VLLMEngine:
                 checkpoint the engine started from, without ``lm_head.weight`` if it is tied.
 
         Raises:
-            WeightUpdateError: if the publication is missing, torn, incomplete, of wrong shapes
-                or not finite. Weights and version stay the former.
+            WeightUpdateError: if the publication is missing, torn, incomplete, of wrong shapes,
+                not finite in the engine's dtype, or not read within 10 times ``heartbeat_s``.
+                Weights and version stay the former.
             EngineDeadError: if the engine core dies meanwhile, or fails to apply what it has
                 checked, after which no weights may serve.
         """
@@ -304,16 +306,19 @@ class VLLMEngine:
 
     async def _stage(self, version: int, path: Path) -> None:
         engine = self._engine
+        limit_s = STAGING_BEATS * self.heartbeat_s
         try:
-            await self._call(engine.collective_rpc("begin_staging", args=(version, str(path))))
-            refusals = [None]
-            while None in refusals:
-                await asyncio.sleep(_STAGING_POLL_S)
-                refusals = await self._call(engine.collective_rpc("staging_verdict"))
+            async with asyncio.timeout(limit_s) as limit:
+                await self._call(engine.collective_rpc("begin_staging", args=(version, str(path))))
+                refusals = [None]
+                while None in refusals:
+                    await asyncio.sleep(_STAGING_POLL_S)
+                    refusals = await self._call(engine.collective_rpc("staging_verdict"))
         except EngineDeadError:
             raise
         except Exception as error:
-            refusals = [str(error)]
+            late = f"{path} could not be read in {limit_s:g} s (10 times heartbeat_s)"
+            refusals = [late if limit.expired() else repr(error)]
         if any(refusals):
             raise WeightUpdateError(
                 f"version {version} refused, version {self._version} keeps serving: "
@@ -407,15 +412,19 @@ class VLLMEngine:
             call.cancel()
 
     async def _watch_heartbeat(self, engine) -> None:
-        """Kills a core that hangs, so that all who wait for it hear of its end."""
-        with contextlib.suppress(EngineDeadError):
+        """Kills a core that hangs or ails, so that all who wait for it hear of its end."""
+        try:
             await until_silent(lambda: self._call(engine.get_weight_version()), self.heartbeat_s)
             self._dead_because = (
                 f"its engine core answered nothing for {self.heartbeat_s:g} s and was killed; if "
                 "it was at work, give a larger heartbeat_s"
             )
-            for process in engine.engine_core.resources.engine_manager.processes:
-                process.kill()
+        except EngineDeadError:
+            return
+        except Exception as error:  # unwatched, it might hang for ever
+            self._dead_because = f"its engine core answered {error!r} and was killed"
+        for process in engine.engine_core.resources.engine_manager.processes:
+            process.kill()
 
     def check_health(self) -> None:
         """Raises :class:`EngineDeadError` if the engine is not running."""
@@ -430,22 +439,33 @@ class VLLMEngine:
         )
 
     async def shutdown(self) -> None:
-        """Ends the engine core; answers still pending raise :class:`EngineDeadError`."""
-        engine, self._engine = self._engine, None
-        if engine is None:
-            return
+        """Ends the engine core; answers still pending raise :class:`EngineDeadError`.
+
+        Once begun it is carried through, even if the caller is cancelled; whoever calls it
+        meanwhile waits for it.
+        """
+        if self._engine is not None:
+            self._dead_because = self._dead_because or "it was shut down"
+            self._ending = asyncio.create_task(self._end(self._engine))
+            self._engine = None
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
+
+    async def _end(self, engine) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
-        self._dead_because = self._dead_because or "it was shut down"
-        # vLLM 0.32 cancels its output task and would leave these waiting for ever.
-        engine.output_processor.propagate_error(CoreDeadError())
-        await asyncio.sleep(0)
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait({self._watch})
-            self._watch = None
-        # A healthy core takes a second to end: not in this loop.
-        await asyncio.to_thread(self._at_exit)
-        if self._thread is not None:
-            self._thread.end()
-            self._thread = None
+        try:
+            # vLLM 0.32 cancels its output task and would leave these waiting for ever.
+            engine.output_processor.propagate_error(CoreDeadError())
+            await asyncio.sleep(0)
+            if self._watch is not None:
+                self._watch.cancel()
+                await asyncio.wait({self._watch})
+                self._watch = None
+            # A healthy core takes a second to end: not in this loop.
+            await asyncio.to_thread(self._at_exit)
+        finally:
+            if self._thread is not None:
+                self._thread.end()
+                self._thread = None
+            self._ending = None

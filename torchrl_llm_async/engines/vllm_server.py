@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchrl_llm_async.engines._heartbeat import STAGING_BEATS
 from torchrl_llm_async.engines._requests import check_request, finish_reason, stream_seed
 from torchrl_llm_async.engines._vllm_start import WORKER_EXTENSION
 from torchrl_llm_async.engines.base import (
@@ -379,8 +380,9 @@ class VLLMServerEngine:
                 system the server sees under the same path.
 
         Raises:
-            WeightUpdateError: if the publication is missing, torn, incomplete, of wrong shapes or
-                not finite. Weights and version stay the former.
+            WeightUpdateError: if the publication is missing, torn, incomplete, of wrong shapes,
+                not finite in the server's dtype, or not read within 10 times ``heartbeat_s``.
+                Weights and version stay the former.
             EngineDeadError: if the server is lost meanwhile, or fails to apply what it has
                 checked, after which no weights may serve.
         """
@@ -390,10 +392,15 @@ class VLLMServerEngine:
 
     async def _switch(self, server: ServerSession, version: int, path: Path) -> None:
         async with self._update_lock:
-            await _rpc(server, "begin_staging", version, str(Path(path).absolute()))
-            # A server can't call back.
-            while None in (verdicts := await _rpc(server, "staging_verdict")):
-                await asyncio.sleep(_POLL_S)
+            limit_s = STAGING_BEATS * self.heartbeat_s
+            try:
+                async with asyncio.timeout(limit_s):
+                    await _rpc(server, "begin_staging", version, str(Path(path).absolute()))
+                    # A server can't call back.
+                    while None in (verdicts := await _rpc(server, "staging_verdict")):
+                        await asyncio.sleep(_POLL_S)
+            except TimeoutError:
+                verdicts = [f"{path} could not be read in {limit_s:g} s (10 times heartbeat_s)"]
             if any(verdicts):
                 raise WeightUpdateError(
                     f"version {version} refused, version {self._version} keeps serving: "

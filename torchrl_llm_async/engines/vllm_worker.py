@@ -13,8 +13,9 @@ import functools
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,22 +64,26 @@ class WeightUpdateExtension:
     def begin_staging(self, version: int, path: str) -> None:
         """Starts to read a publication and to check it whole, changing nothing that serves.
 
-        One staging runs at a time; one that was begun before and is not applied is given up.
+        One that was begun before and is not applied is given up, even if it never ends.
 
         Args:
             version: version the publication must carry, where its metadata names one.
             path: safetensors file, or a folder of them, under Hugging Face names.
         """
-        if self._staging is not None:
-            self._staging.cancel()
-        self._staging = self._stager.submit(self._read_and_check, version, Path(path))
+        staging = self._staging = Future()
+
+        def stage() -> None:
+            try:
+                staging.set_result(self._read_and_check(version, Path(path)))
+            except Exception as error:
+                staging.set_result(_Staged(version, f"{path} can't be checked ({error!r})", {}))
+
+        # A thread of its own: one that hangs in a dead file system blocks neither the next one,
+        # as an executor's would, nor the process's end.
+        threading.Thread(target=stage, name=f"stages version {version}", daemon=True).start()
 
     def staging_verdict(self) -> str | None:
-        """None while the publication is being read, then the reason to refuse it, or ``""``.
-
-        Raises:
-            Exception: whatever kept it from being checked.
-        """
+        """None while the publication is being read, then the reason to refuse it, or ``""``."""
         return self._staging.result().refusal if self._staging.done() else None
 
     def apply_staged_weights(self, version: int) -> dict[str, float]:
@@ -114,6 +119,8 @@ class WeightUpdateExtension:
         stamps = set()
         try:
             for file in _safetensors_files(path):
+                # safe_open() keeps the interpreter lock while it waits for a file system.
+                file.open("rb").close()
                 with safe_open(file, framework="pt") as opened:
                     stamps.add((opened.metadata() or {}).get("version", str(version)))
                     names = opened.keys()
@@ -124,15 +131,21 @@ class WeightUpdateExtension:
             refusal = (
                 f"{path} is stamped version {', '.join(sorted(stamps))}"
                 if stamps - {str(version)}
-                else self._refusal(tensors)
+                else self._misfit(tensors)
             )
         if refusal:
             return _Staged(version, refusal, {})
         # vLLM 0.32's bf16 CPU kernels keep an fp32 bias unrounded: cast before loading.
         dtype = self.model_config.dtype
-        return _Staged(version, "", {name: tensor.to(dtype) for name, tensor in tensors.items()})
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            # What is finite as published may not be so any more. One pass without a temporary; a
+            # NaN makes both ends of the range NaN.
+            if not all(end.isfinite() for end in tensor.aminmax()):
+                return _Staged(version, f"{name} holds values that are not finite in {dtype}", {})
+        return _Staged(version, "", tensors)
 
-    def _refusal(self, tensors: dict[str, torch.Tensor]) -> str:
+    def _misfit(self, tensors: dict[str, torch.Tensor]) -> str:
         expected = self._expected_shapes
         missing = sorted(expected.keys() - tensors.keys())
         unknown = sorted(tensors.keys() - expected.keys())
@@ -141,14 +154,7 @@ class WeightUpdateExtension:
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != expected[name]:
                 return f"{name} has shape {tuple(tensor.shape)}, the model {expected[name]}"
-            # One pass without a temporary; a NaN makes both ends of the range NaN.
-            if not all(end.isfinite() for end in tensor.aminmax()):
-                return f"{name} holds values that are not finite"
         return ""
-
-    @functools.cached_property
-    def _stager(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="stages-weights")
 
     @functools.cached_property
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
