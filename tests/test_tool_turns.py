@@ -186,8 +186,8 @@ def answers(trajectory: Trajectory) -> list[slice]:
 
 
 def text_of(answer: np.ndarray) -> str:
-    """What the tool and the reward see: all but the end of turn."""
-    return tokenizer().decode(answer[:-1] if answer[-1] == STOPS[0] else answer)
+    """What the tool and the reward see: all but a special token at the end."""
+    return tokenizer().decode(answer[:-1] if answer[-1] in tokenizer().all_special_ids else answer)
 
 
 def test_it_is_as_long_and_as_varied_as_it_has_to_be(trajectories: list[Trajectory]) -> None:
