@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torchrl_llm_async.engines import (
     Generation,
     SamplingConfig,
     VLLMServerEngine,
+    WeightUpdateError,
 )
 
 PROMPT = [5, 6, 7]
@@ -187,5 +189,19 @@ def test_an_answer_that_its_servers_end_ended_is_taken_elsewhere(last: dict[str,
             with pytest.raises(EngineDeadError, match="the core is dead") as died:
                 await engine.generate(PROMPT, SAMPLING, request_id="0")
             assert died.value.partial == Generation([5, 6], [-0.5, -0.5], [3, 3], "abort")
+
+    asyncio.run(main())
+
+
+@pytest.mark.inv5
+def test_a_publication_that_is_never_read_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = Server()
+        server.answers["/collective_rpc"] = {"results": [None]}
+        async with _taken_over(server, heartbeat_s=0.2) as engine:
+            late = "version 3 keeps serving: .*torn could not be read in 2 s"
+            with pytest.raises(WeightUpdateError, match=late):
+                await asyncio.wait_for(engine.update_weights(4, tmp_path / "torn"), 20)
+            engine.check_health()
 
     asyncio.run(main())
