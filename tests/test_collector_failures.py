@@ -286,3 +286,33 @@ def test_what_cannot_be_is_refused_at_once(make_collector):
         collector.start()
     with pytest.raises(RuntimeError, match="before it starts"):
         collector.set_seed(1)
+
+
+@pytest.mark.inv7
+def test_a_held_out_problem_that_fails_is_answered_again(make_collector):
+    class Moody(ScriptedEnv):
+        steps = 0
+
+        def _step(self, tensordict):
+            Moody.steps += 1
+            if Moody.steps == 3:
+                raise ZeroDivisionError("as told")
+            return super()._step(tensordict)
+
+    options = dict(create_eval_env_fn=Moody, eval_problems=4, max_turns=2, total_steps=None)
+    collector = make_collector(**options)
+    collector.start()
+    assert collector.evaluate().result(30).rewards == [1.0] * 4
+    Moody.steps = 2
+    strict = make_collector(**options, step_retries=0)
+    strict.start()
+    with pytest.raises(EpisodeError, match="ZeroDivisionError: as told"):
+        strict.evaluate().result(30)
+
+
+@pytest.mark.parametrize(("max_turns", "warned"), [(1, True), (2, False)])
+def test_conversations_that_are_all_cut_are_warned_of(make_collector, caplog, max_turns, warned):
+    env = functools.partial(ScriptedEnv, turns=2)
+    list(make_collector(env, max_turns=max_turns))
+    messages = [m for m in caplog.messages if "raise collector.max_turns" in m]
+    assert len(messages) == warned

@@ -19,7 +19,7 @@ from scripted_pool import (
     with_context,
 )
 
-from torchrl_llm_async.engines import EngineDeadError, PoolStats, WeightUpdateError
+from torchrl_llm_async.engines import EngineDeadError, EnginePool, PoolStats, WeightUpdateError
 
 
 class TestUpdateWeights:
@@ -455,3 +455,32 @@ class TestAddAndRemove:
                 await pool.add(a)
             with pytest.raises(ValueError, match="max_model_len=64"):
                 await pool.add(with_context(64))
+
+
+class OfAnotherRun(Engine):
+    """As a server that an earlier run has left at version 2."""
+
+    async def start(self) -> None:
+        await super().start()
+        self.version = self.weights = 2
+
+
+class TestOfAnotherRun:
+    @pytest.mark.inv2
+    @on_the_clock
+    async def test_its_weights_are_refused_at_the_start(self) -> None:
+        fresh, used = Engine(), OfAnotherRun()
+        with pytest.raises(RuntimeError, match=r"serves version 2, .*launch its server anew"):
+            await EnginePool([fresh, used]).start()
+        assert not fresh.alive and not used.alive
+
+    @pytest.mark.inv2
+    @on_the_clock
+    async def test_its_weights_are_refused_where_it_would_join(self) -> None:
+        async with running(1) as (pool, _):
+            await pool.update_weights(1, publication(1))
+            with pytest.raises(RuntimeError, match="nothing later than 1 was published"):
+                await pool.add(OfAnotherRun())
+            await pool.update_weights(2, publication(2))
+            await pool.add(OfAnotherRun())
+            assert len(pool.engines) == 2

@@ -187,7 +187,8 @@ def answers(trajectory: Trajectory) -> list[slice]:
 
 def text_of(answer: np.ndarray) -> str:
     """What the tool and the reward see: all but a special token at the end."""
-    return tokenizer().decode(answer[:-1] if answer[-1] in tokenizer().all_special_ids else answer)
+    is_special = not tokenizer().decode(answer[-1:], skip_special_tokens=True)
+    return tokenizer().decode(answer[:-1] if is_special else answer)
 
 
 def test_it_is_as_long_and_as_varied_as_it_has_to_be(trajectories: list[Trajectory]) -> None:

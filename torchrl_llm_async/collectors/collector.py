@@ -28,12 +28,8 @@ from torchrl.envs import EnvBase
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_llm_async.collectors import host as _host
-from torchrl_llm_async.collectors.rollouts import (
-    Evaluation,
-    GroupFilter,
-    RolloutConfig,
-    RolloutStats,
-)
+from torchrl_llm_async.collectors.evaluation import Evaluation
+from torchrl_llm_async.collectors.rollouts import GroupFilter, RolloutConfig, RolloutStats
 from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
 from torchrl_llm_async.data.trajectory import stack_group
 from torchrl_llm_async.engines import EnginePool, GenerationEngine, SamplingConfig
@@ -392,8 +388,14 @@ class AsyncLLMCollector(BaseCollector):
     def evaluate(self) -> Future[Evaluation]:
         """Asks for greedy answers to the held-out problems under the weights last published.
 
-        Returns at once. Rollouts go on; later weights are switched to after the evaluation.
+        Returns at once. Rollouts go on; later weights are switched to after the evaluation. A
+        problem whose episode fails is answered anew, ``step_retries`` times.
+
+        Raises:
+            ValueError: the collector has no ``create_eval_env_fn``.
         """
+        if self._config.make_eval_env is None:
+            raise ValueError("give the collector a create_eval_env_fn to evaluate with")
         return self._ask("evaluate")
 
     # ------------------------------------------------------------------ while it runs

@@ -149,7 +149,7 @@ async def _switch_and_evaluate(
 ) -> None:
     async def evaluate(tag: int) -> None:
         try:
-            await _answer(connection, tag, rollouts.evaluate())
+            await _answer(connection, tag, rollouts.held_out.evaluate())
         finally:
             rollouts.weights.release()
 

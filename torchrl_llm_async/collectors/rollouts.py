@@ -1,10 +1,10 @@
 """The collector's loop: prompts in, finished groups out, generation never waiting for training.
 
-Owns the admission loop, the assembly of groups, what becomes of those that fail, and the order of
-weight switches and evaluations. How many may be admitted is the
+Owns the admission loop, the assembly of groups, what becomes of those that fail, and weight
+switches. How many may be admitted is the
 :class:`~torchrl_llm_async.staleness.StalenessController`'s affair, a single trajectory
-:mod:`.episode`'s, environments and their threads :mod:`.env_pool`'s, transport the host's
-(:mod:`.host`).
+:mod:`.episode`'s, environments and their threads :mod:`.env_pool`'s, held-out problems
+:mod:`.evaluation`'s, transport the host's (:mod:`.host`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-import numpy as np
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
@@ -31,6 +30,7 @@ from torchrl_llm_async.collectors.env_pool import (
     WorkerThreads,
 )
 from torchrl_llm_async.collectors.episode import run_episode
+from torchrl_llm_async.collectors.evaluation import HeldOut
 from torchrl_llm_async.collectors.lengths import LengthPredictor
 from torchrl_llm_async.data.trajectory import Trajectory
 from torchrl_llm_async.engines import EnginePool, SamplingConfig, WeightUpdateError
@@ -100,22 +100,6 @@ class RolloutStats:
     reasons: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass
-class Evaluation:
-    """Greedy answers to the held-out problems, all under one version of the weights."""
-
-    version: int
-    rewards: list[float]
-    answer_tokens: float
-    truncated: float
-    seconds: float
-
-    @property
-    def accuracy(self) -> float:
-        """Share of problems with a reward of 1."""
-        return float(np.mean(np.asarray(self.rewards) >= 1.0))
-
-
 class Rollouts:
     """Runs on one asyncio loop, in whichever thread or process hosts it.
 
@@ -127,6 +111,7 @@ class Rollouts:
             ``("group", trajectories, stats)`` or ``("rejected", group_id, reason, stats)``.
 
     Attributes:
+        held_out: evaluates, if there is an environment for it.
         weights: held while weights switch, and while an evaluation needs them not to.
     """
 
@@ -149,14 +134,16 @@ class Rollouts:
         self._send = send
         self._threads = WorkerThreads(config.env_workers)
         self._envs = self._env_pool(config.make_env, seed=config.seed)
-        self._eval_envs: EnvPool | None = None
-        self._eval_problems: list[Conversation] = []
+        self.held_out: HeldOut | None = None
+        if config.make_eval_env is not None:
+            self.held_out = HeldOut(config, engine, tokenizer, self._env_pool(config.make_eval_env))
         self.weights = asyncio.Lock()
         self._changed = asyncio.Event()
         self._lengths = LengthPredictor() if config.longest_first else None
         self._problems: list[Conversation] = []  # drawn and not yet begun, the next one last
         self._published = (0, 0)  # the last two versions heard of, refused ones included
         self._paused = False
+        self._is_first_group = True
         self._running = 0
         self._in_a_row: Counter[str] = Counter()  # rejections since a group was accepted
         self._failures_in_a_row = 0
@@ -296,6 +283,7 @@ class Rollouts:
     def _judge(self, group_id: int, trajectories: list[Trajectory]) -> None:
         """Hands a complete group on, unless the filter objects."""
         self._failures_in_a_row = 0
+        self._warn_of_cut_conversations(trajectories)
         if self._lengths is not None:
             self._lengths.learn_group(trajectories)
         group_filter = self.config.group_filter
@@ -312,6 +300,15 @@ class Rollouts:
             self._dump.writelines(json.dumps(t.to_json()) + "\n" for t in trajectories)
             self._dump.flush()
         self._send(("group", trajectories, self.snapshot()))
+
+    def _warn_of_cut_conversations(self, trajectories: list[Trajectory]) -> None:
+        if self._is_first_group and all(t.ended_by == "turns" for t in trajectories):
+            torchrl_logger.warning(
+                f"no conversation of the first group has ended after {self.config.max_turns} "
+                "turn(s), so all are cut and marked truncated; raise collector.max_turns if the "
+                "environment has more turns"
+            )
+        self._is_first_group = False
 
     def _reject(self, group_id: int, reason: str, finished: list[Trajectory]) -> None:
         """Refunds a group; raises if that has gone on for too long."""
@@ -391,63 +388,6 @@ class Rollouts:
         self._paused = False
         self._changed.set()
 
-    async def evaluate(self) -> Evaluation:
-        """Greedy answers to the held-out problems, beside the rollouts.
-
-        The caller holds :attr:`weights`, so that all answers come from one version.
-
-        Raises:
-            EpisodeError: a problem could not be scored.
-            RuntimeError: engines answered with different versions, after one of several refused
-                the weights.
-        """
-        if self.config.make_eval_env is None:
-            raise ValueError("the collector has no create_eval_env_fn, so it can't evaluate")
-        if self._eval_envs is None:
-            await self._draw_eval_problems(self.config.make_eval_env)
-        greedy = replace(self.config.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        start = time.perf_counter()
-        version = self.engine.version
-        async with asyncio.TaskGroup() as tasks:
-            answers = [
-                tasks.create_task(
-                    run_episode(
-                        self.engine,
-                        self._eval_envs,
-                        problem,
-                        sampling=greedy,
-                        max_turns=self.config.max_turns,
-                        seed=self.config.seed,
-                        name=f"eval-{version}-",
-                        group_id=index,
-                        index=0,
-                        start_version=version,
-                    )
-                )
-                for index, problem in enumerate(self._eval_problems)
-            ]
-        trajectories = [answer.result() for answer in answers]
-        versions = {int(v) for t in trajectories for v in t.versions[t.sampled]}
-        if versions != {version}:
-            raise RuntimeError(f"the held-out answers come from versions {sorted(versions)}")
-        return Evaluation(
-            version=version,
-            rewards=[t.reward for t in trajectories],
-            answer_tokens=float(np.mean([t.sampled.sum() for t in trajectories])),
-            truncated=float(np.mean([t.truncated for t in trajectories])),
-            seconds=time.perf_counter() - start,
-        )
-
-    async def _draw_eval_problems(self, make_env: Callable[[], EnvBase]) -> None:
-        envs = self._env_pool(make_env)
-        env = await envs.make()
-        self._eval_problems = [
-            Conversation(self.tokenizer, await envs.reset(env))
-            for _ in range(self.config.eval_problems)
-        ]
-        envs.give_back(env)
-        self._eval_envs = envs
-
     def snapshot(self) -> RolloutStats:
         """The totals up to now."""
         now = time.perf_counter()
@@ -470,9 +410,9 @@ class Rollouts:
 
     async def close(self) -> None:
         """Closes the environments and ends their threads; calls that hang are not waited for."""
-        for pool in (self._envs, self._eval_envs):
-            if pool is not None:
-                await pool.close()
+        await self._envs.close()
+        if self.held_out is not None:
+            await self.held_out.env_pool.close()
         self._threads.close()
 
 

@@ -131,7 +131,8 @@ class EnginePool:
         """Starts the engines one after the other, since only a process without threads may fork.
 
         Raises:
-            RuntimeError: if the pool is running already.
+            RuntimeError: if the pool is running already, or an engine serves weights that another
+                run has left in it.
             Exception: what the first engine that did not start raised; the others are shut down.
         """
         if self._supervisor.ended is None:
@@ -144,6 +145,7 @@ class EnginePool:
             for engine in self._engines:
                 await engine.start()
                 self._enter(engine).live = True
+                self._check_run(engine)
         except BaseException:
             await self._shutdown_engines()
             raise
@@ -327,7 +329,8 @@ class EnginePool:
 
         Raises:
             ValueError: if it is in the pool already, or has another ``max_model_len``.
-            RuntimeError: if it does not start within 10 minutes, or dies before it joins.
+            RuntimeError: if it does not start within 10 minutes, dies before it joins, or serves
+                weights that another run has left in it.
             EngineDeadError: if the pool has ended.
         """
         self._supervisor.check()
@@ -336,6 +339,7 @@ class EnginePool:
         member = self._enter(engine)
         try:
             await member.start()
+            self._check_run(engine)
             await self._join(member)
         except BaseException as error:
             self._engines.remove(engine)
@@ -391,6 +395,14 @@ class EnginePool:
                 f"max_model_len={engine.max_model_len} of an engine and {self.max_model_len} of "
                 "the pool's first: any engine must be able to take up any answer, so give all "
                 "the same"
+            )
+
+    def _check_run(self, engine: GenerationEngine) -> None:
+        newest = max(self._published)
+        if engine.version > newest:
+            raise RuntimeError(
+                f"{engine!r} serves version {engine.version}, but nothing later than {newest} was "
+                "published here: these are the weights of another run; launch its server anew"
             )
 
     def _enter(self, engine: GenerationEngine) -> Member:

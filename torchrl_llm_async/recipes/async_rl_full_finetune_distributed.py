@@ -264,6 +264,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         self._metric_logger.log_dict(
             {
                 "held_out_accuracy": evaluation.accuracy,
+                "held_out_reward": evaluation.mean_reward,
                 "held_out_answer_tokens": evaluation.answer_tokens,
                 "held_out_truncated": evaluation.truncated,
             },
