@@ -76,15 +76,7 @@ class EnginePool:
             ``max_restarts`` is negative.
 
     Examples:
-        >>> async def answer(folder, prompt_ids):  # doctest: +SKIP
-        ...     pool = EnginePool([VLLMEngine(folder), VLLMEngine(folder)])
-        ...     await pool.start()
-        ...     try:
-        ...         return await pool.generate(
-        ...             prompt_ids, SamplingConfig(max_new_tokens=16), request_id="0"
-        ...         )
-        ...     finally:
-        ...         await pool.shutdown()
+        >>> pool = EnginePool([VLLMEngine(folder), VLLMEngine(folder)])  # doctest: +SKIP
     """
 
     def __init__(self, engines: Sequence[GenerationEngine], *, max_restarts: int = 3) -> None:

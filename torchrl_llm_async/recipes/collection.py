@@ -40,10 +40,11 @@ def make_collector(
     replay_buffer: StalenessReplayBuffer | None = None,
 ) -> AsyncLLMCollector:
     """A collector that has not started; it prints to ``collector.log`` in ``output_dir``."""
+    engines = [config.instantiate(cfg.engine) for _ in range(cfg.num_engines)]
     stop_tokens = tuple(config.instantiate(cfg.tokenizer).stop_tokens)
     return AsyncLLMCollector(
         functools.partial(config.instantiate, cfg.env),
-        EnginePool([config.instantiate(cfg.engine) for _ in range(cfg.num_engines)]),
+        engines[0] if len(engines) == 1 else EnginePool(engines),
         tokenizer=cfg.model_dir,
         sampling=SamplingConfig(**{"stop_token_ids": stop_tokens, **cfg.sampling}),
         group_size=cfg.group_size,
