@@ -274,10 +274,12 @@ def test_a_killed_collector_process_reaches_the_trainer(make_collector):
     with pytest.raises(RuntimeError, match="died"):
         buffer.sample(timeout=60)
     with pytest.raises(RuntimeError, match="died"):
-        collector.evaluate()
+        collector.receive_weights("unread", version=1)
 
 
 def test_what_cannot_be_is_refused_at_once(make_collector):
+    with pytest.raises(ValueError, match="create_eval_env_fn"):
+        make_collector().evaluate()
     with pytest.raises(ValueError, match="group_size is 0"):
         make_collector(group_size=0)
     collector = make_collector()
