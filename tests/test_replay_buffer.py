@@ -129,6 +129,27 @@ def test_lag_is_measured_per_token_and_per_sample():
     assert stats["lag_sample_mean"] == pytest.approx(1.5)
     assert stats["lag_sample_max"] == 2
     assert stats["groups_consumed"] == 3 and stats["consumer_version"] == 3
+    assert info["lag_histogram"] == {0: 3, 1: 1, 2: 2}
+    assert [stats[f"lag_tokens/{lag}"] for lag in range(3)] == [3, 1, 2]
+    assert [stats[f"lag_token_p{p}"] for p in (10, 50, 90)] == [0, 0, 2]
+
+
+def test_lag_is_split_into_flight_and_queue():
+    buffer = make_buffer(groups_per_step=1, max_staleness=2, group_size=2)
+    for group_id in range(3):
+        buffer.announce(group_id, 0)
+    buffer.extend(make_group(0))
+    buffer.sample(timeout=0)
+    buffer.extend(make_group(1))  # at step 1, with tokens of version 0
+    buffer.extend(make_group(2, versions=[[1], [0, 1]]))
+    buffer.sample(timeout=0)
+    stats = buffer.stats()
+    assert (stats["lag_flight_mean"], stats["lag_queue_mean"]) == (1, 0)
+    buffer.sample(timeout=0)  # group 2, at step 2
+    stats = buffer.stats()
+    assert (stats["lag_flight_mean"], stats["lag_flight_max"]) == (0.5, 1)
+    assert (stats["lag_queue_mean"], stats["lag_queue_max"]) == (1, 1)
+    assert stats["lag_sample_mean"] == 1.5
 
 
 @pytest.mark.inv1

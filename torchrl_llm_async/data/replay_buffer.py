@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -215,7 +216,7 @@ class StalenessReplayBuffer(ReplayBuffer):
             for rows, group_id, summary in groups:
                 if group_id in self._late:
                     self._late.remove(group_id)
-                    self._totals["discarded_tokens"] += summary["tokens"]
+                    self._totals["discarded_tokens"] += sum(summary["token_versions"].values())
                     continue
                 index = super().extend(rows, update_priority=update_priority)
                 if index.numel() != self.group_size:
@@ -280,7 +281,10 @@ class StalenessReplayBuffer(ReplayBuffer):
             if not ready:
                 raise TimeoutError(self._describe_wait(waited))
             batch, info = super().sample(return_info=True)
-            self._last_batch = {key: info[key] for key in info if key.startswith("lag_")}
+            self._last_batch = {k: v for k, v in info.items() if isinstance(v, int | float)}
+            del self._last_batch["step"]
+            for lag, tokens in info["lag_histogram"].items():
+                self._last_batch[f"lag_tokens/{lag}"] = tokens
             self._last_batch["last_wait_s"] = waited
             self._totals["groups_consumed"] += len(info["group_ids"])
             # With on_stale="wait" there are none: the step has waited for them.
@@ -305,8 +309,10 @@ class StalenessReplayBuffer(ReplayBuffer):
 
         ``consumer_version``; ``groups_running`` and ``groups_ready`` now; ``groups_consumed``,
         ``groups_dropped``, ``groups_retracted``, ``discarded_tokens`` and ``wait_s`` (in
-        :meth:`sample`) since the start; once there was a batch, its ``last_wait_s``,
-        ``lag_token_mean``, ``lag_token_max``, ``lag_sample_mean`` and ``lag_sample_max`` in steps.
+        :meth:`sample`) since the start; once there was a batch, its ``last_wait_s``, its lags in
+        steps (mean, max, p10, p50, p90 of ``lag_token_...``, of ``lag_sample_...`` and of what a
+        sample's lag is made of, ``lag_flight_...`` and ``lag_queue_...``), and as
+        ``lag_tokens/<lag>`` the number of its sampled tokens of each lag.
         """
         with self._changed:
             return {
@@ -381,7 +387,8 @@ class StalenessReplayBuffer(ReplayBuffer):
                 f"rows of group {group_id} have start versions {sorted(starts)}; {announced} was "
                 "announced"
             )
-        tokens, version_sum, oldest = 0, 0, []
+        token_versions: Counter[int] = Counter()
+        oldest = []
         for index, row in enumerate(rows):
             versions = row[self._version_key]
             versions = versions[versions >= 0]
@@ -397,14 +404,13 @@ class StalenessReplayBuffer(ReplayBuffer):
                     f"must lie between its start version {min(starts)} and the trainer's "
                     f"{self.consumer_version}"
                 )
-            tokens += len(versions)
-            version_sum += int(versions.sum())
+            token_versions.update(versions.tolist())
             oldest.append(low)
         summary = {
             "start_version": min(starts),
-            "tokens": tokens,
-            "version_sum": version_sum,
+            "token_versions": dict(token_versions),
             "oldest": tuple(oldest),
+            "delivered_at": self.consumer_version,
         }
         return lazy_stack(rows), group_id, summary
 

@@ -7,7 +7,7 @@ locks nor waits, which is the business of :class:`.StalenessReplayBuffer`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
+from torchrl_llm_async.data.lags import lag_figures
 from torchrl_llm_async.staleness import check_bounds, select_groups
 
 
@@ -24,9 +25,9 @@ class StoredGroup:
 
     start_version: int
     index: torch.Tensor  # [K] int64, slots in the storage
-    tokens: int  # number of sampled tokens
-    version_sum: int  # over the sampled tokens
+    token_versions: dict[int, int]  # number of sampled tokens by their version
     oldest: tuple[int, ...]  # [K], smallest token version of each row
+    delivered_at: int  # the step that was to consume next when it was complete
 
 
 class StalenessSampler(ConsumingSampler):
@@ -133,7 +134,8 @@ class StalenessSampler(ConsumingSampler):
 
         Returns:
             The slots of the rows, int64 [B * K], and an info dict with ``"step"``, ``"group_ids"``
-            and the lag of tokens and samples in steps.
+            and lags in steps: :func:`.lag_figures` of ``"token"``, ``"sample"`` and its two parts
+            ``"flight"`` and ``"queue"``, and ``"lag_histogram"``, tokens by their lag.
 
         Raises:
             RuntimeError: the batch is not there yet.
@@ -149,15 +151,19 @@ class StalenessSampler(ConsumingSampler):
         self._append_free_indices(index)
         step = self.consumer_version
         self.consumer_version += 1
-        oldest = [version for group in groups for version in group.oldest]
-        tokens = sum(group.tokens for group in groups)
+        tokens: Counter[int] = Counter()
+        for group in groups:
+            tokens.update({step - v: count for v, count in group.token_versions.items()})
+        rows = [(group.delivered_at, oldest) for group in groups for oldest in group.oldest]
         return index, {
             "step": step,
             "group_ids": group_ids,
-            "lag_token_mean": step - sum(group.version_sum for group in groups) / tokens,
-            "lag_token_max": step - min(oldest),
-            "lag_sample_mean": step - sum(oldest) / len(oldest),
-            "lag_sample_max": step - min(oldest),
+            **lag_figures("token", tokens),
+            **lag_figures("sample", Counter(step - oldest for _, oldest in rows)),
+            # A sample's lag is what it has gathered while it was sampled, and then waiting here.
+            **lag_figures("flight", Counter(delivered - oldest for delivered, oldest in rows)),
+            **lag_figures("queue", Counter(step - delivered for delivered, _ in rows)),
+            "lag_histogram": dict(sorted(tokens.items())),
         }
 
     def _empty(self) -> None:
