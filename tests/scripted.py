@@ -186,10 +186,9 @@ class ScriptedEnv(EnvBase):
         self.seed = seed
 
 
-def make_buffer(max_staleness=1):
-    return StalenessReplayBuffer(
-        groups_per_step=GROUPS_PER_STEP, max_staleness=max_staleness, group_size=GROUP_SIZE
-    )
+def make_buffer(max_staleness=1, **options):
+    bounds = dict(groups_per_step=GROUPS_PER_STEP, max_staleness=max_staleness)
+    return StalenessReplayBuffer(**bounds, group_size=GROUP_SIZE, **options)
 
 
 def run_all_steps(collector, buffer, steps=2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import threading
@@ -311,3 +312,27 @@ def test_an_engine_that_dies_during_an_evaluation_finds_the_weights_it_needs(
     for _ in range(3):
         buffer.sample(timeout=30)
     assert collector.stats()["engine_restarts"] == 1
+
+
+class Straggler(ScriptedEngine):
+    """Never answers the first problem."""
+
+    async def generate(self, prompt_ids, sampling, *, request_id, **request):
+        if request_id.startswith("0-"):
+            await asyncio.Event().wait()
+        return await super().generate(prompt_ids, sampling, request_id=request_id, **request)
+
+
+@pytest.mark.inv1
+@pytest.mark.inv4
+def test_a_straggler_is_dropped_at_its_deadline_and_replaced(make_collector):
+    buffer = make_buffer(on_stale="drop", on_drop=lambda *group: collector.drop(*group))
+    collector = make_collector(engine=Straggler(), replay_buffer=buffer, total_steps=4)
+    rows = run_all_steps(collector, buffer, steps=4)
+    ids = {int(row["group", "id"]) for row in rows}
+    assert len(ids) == 4 * GROUPS_PER_STEP and 0 not in ids
+    stats = collector.stats()
+    assert (stats["dropped"], stats["rejected"]) == (1, 0)
+    assert stats["submitted"] == 4 * GROUPS_PER_STEP + 1
+    assert buffer.stats()["groups_dropped"] == 1
+    assert buffer.stats()["lag_sample_max"] <= 1

@@ -65,6 +65,7 @@ def test_checked_in_configs_pass(path):
         ("engine.on_update=[keep]", r"engine.on_update is \['keep'\]; .* one of 'keep'"),
         ("eval_problems=1", r"eval_problems is 1; it must be at least 2"),
         ("clip_grad_norm=0", r"clip_grad_norm is 0.0; it must be above 0, or null"),
+        ("on_stale=never", r"on_stale is 'never'; it must be 'wait' or 'drop'"),
         ("num_engines=0", r"num_engines is 0; it must be at least 1"),
         ("group_filter._component_=builtins.nothing", r"group_filter._component_ is .*nothing'"),
         ("device=gpu", r"device is 'gpu'; it must be 'cpu' or 'cuda'"),

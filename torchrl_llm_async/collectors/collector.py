@@ -399,6 +399,10 @@ class AsyncLLMCollector(BaseCollector):
         return self._ask("evaluate")
 
     # ------------------------------------------------------------------ while it runs
+    def drop(self, group_id: int, reason: str) -> None:
+        """Gives a group up, and admits another: the buffer's ``on_drop``."""
+        self._command("drop", group_id, reason)
+
     def pause(self) -> AbstractContextManager:
         """Stops generation at the next token boundary and admits nothing, until :meth:`resume`.
 

@@ -5,8 +5,9 @@ the loop reaches the other side as an exception with its traceback, and a side t
 by the end of the pipe. Owns no rollout logic.
 
 Messages down: ``("weights", version, path)`` and ``("evaluate", tag)``, carried out in their order;
-``("pause", tag)``, ``("resume", tag)``, ``("add_engine", tag, engine)``,
-``("remove_engine", tag, index)`` and ``("stop",)``, which don't wait for those.
+``("drop", group_id, reason)``, ``("pause", tag)``, ``("resume", tag)``,
+``("add_engine", tag, engine)``, ``("remove_engine", tag, index)`` and ``("stop",)``, which don't
+wait for those.
 Messages up: ``("ready", version)``, ``("admitted", group_id, start_version)``,
 ``("group", trajectories, stats)``, ``("rejected", group_id, reason, stats)``,
 ``("served", version, stats)``, ``("answer", tag, value)``, ``("failed", tag, exception,
@@ -170,6 +171,8 @@ async def _control(
     engines = rollouts.engine
     while True:
         match await inbox.get():
+            case ("drop", group_id, reason):
+                rollouts.drop(group_id, reason)
             case ("pause", tag):
                 await _answer(connection, tag, rollouts.pause())
             case ("resume", tag):

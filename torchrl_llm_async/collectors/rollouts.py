@@ -10,6 +10,7 @@ switches. How many may be admitted is the
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections import Counter
@@ -144,7 +145,8 @@ class Rollouts:
         self._published = (0, 0)  # the last two versions heard of, refused ones included
         self._paused = False
         self._is_first_group = True
-        self._running = 0
+        self._running: dict[int, asyncio.Task] = {}
+        self._prompts: EnvBase | None = None
         self._in_a_row: Counter[str] = Counter()  # rejections since a group was accepted
         self._failures_in_a_row = 0
         self._start = time.perf_counter()
@@ -163,49 +165,43 @@ class Rollouts:
 
     # ------------------------------------------------------------------ the loop
     async def continuous_rollouts(self) -> None:
-        """Admits groups whenever the staleness bound has room, until all that are due are in."""
-        prompts = await self._envs.make()
+        """Admits groups whenever the staleness bound has room, until it is cancelled."""
+        self._prompts = await self._envs.make()
         if self.config.dump_path is not None:
             self.config.dump_path.parent.mkdir(parents=True, exist_ok=True)
             self._dump = open(self.config.dump_path, "a", encoding="utf-8")  # noqa: SIM115
         try:
             async with asyncio.TaskGroup() as groups:
                 group_id = 0
-                while await self._wait_for_room():
-                    problem = await self._next_problem(prompts)
+                while True:
+                    await self._wait_for_room()
+                    problem = await self._next_problem(self._prompts)
                     if self._paused:  # while it was drawn
                         self._problems.append(problem)
                         continue
                     start_version = self.controller.admit(group_id)
                     self._send(("admitted", group_id, start_version))
-                    self._running += 1
                     task = groups.create_task(self._group(group_id, start_version, problem))
-                    task.add_done_callback(self._ended)
+                    self._running[group_id] = task
+                    task.add_done_callback(functools.partial(self._ended, group_id))
                     group_id += 1
         finally:
             if self._dump is not None:
                 self._dump.close()
-        await self._envs.discard(prompts)
 
-    async def _wait_for_room(self) -> bool:
-        """Waits until another group may be admitted; False if none will be needed any more."""
-        while not self._complete():
+    async def _wait_for_room(self) -> None:
+        """Waits until another group may be admitted: for ever, if the last step has its own."""
+        while True:
             has_capacity = self.controller.capacity() > 0
             self._account_for_waiting(has_capacity)
             if (
                 has_capacity
-                and self._running < self.config.max_concurrent_groups
+                and len(self._running) < self.config.max_concurrent_groups
                 and not self._paused
             ):
-                return True
+                return
             self._changed.clear()
             await self._changed.wait()
-        return False
-
-    def _complete(self) -> bool:
-        total = self.config.total_steps
-        accepted = self.controller.ledger()["accepted"]
-        return total is not None and accepted >= total * self.config.groups_per_step
 
     def _account_for_waiting(self, has_capacity: bool) -> None:
         horizon = self.controller.served_version + self.config.max_staleness + 1
@@ -240,8 +236,8 @@ class Rollouts:
                 torchrl_logger.warning(f"a problem could not be drawn: {error!r}")
                 self._count_failure(error)
 
-    def _ended(self, group: asyncio.Task) -> None:
-        self._running -= 1
+    def _ended(self, group_id: int, group: asyncio.Task) -> None:
+        del self._running[group_id]
         self._heed_version()
 
     # ------------------------------------------------------------------ one group
@@ -292,7 +288,8 @@ class Rollouts:
             self._reject(group_id, reason, trajectories)
             return
         self._in_a_row.clear()
-        self.controller.finish(group_id)
+        if not self.controller.finish(group_id):  # dropped in the meantime
+            return
         self.stats.groups += 1
         self.stats.samples += len(trajectories)
         self.stats.sampled_tokens += _sampled_tokens(trajectories)
@@ -312,7 +309,8 @@ class Rollouts:
 
     def _reject(self, group_id: int, reason: str, finished: list[Trajectory]) -> None:
         """Refunds a group; raises if that has gone on for too long."""
-        self.controller.reject(group_id, reason)
+        if not self.controller.reject(group_id, reason):  # dropped in the meantime
+            return
         self.stats.rejected_tokens += _sampled_tokens(finished)
         # Before its refund lets another group be announced in its place.
         self._send(("rejected", group_id, reason, self.snapshot()))
@@ -377,6 +375,14 @@ class Rollouts:
             self.controller.serve(self.engine.version)
         self._changed.set()
 
+    def drop(self, group_id: int, reason: str) -> None:
+        """Gives up a group that the trainer no longer waits for; another takes its place."""
+        self.controller.drop(group_id, reason)
+        if group_id in self._running:
+            self._running[group_id].cancel()
+            self._send(("rejected", group_id, reason, self.snapshot()))  # It will not come.
+        self._changed.set()
+
     async def pause(self) -> None:
         """Admits nothing and samples nothing until :meth:`resume`; running groups stay."""
         self._paused = True
@@ -410,6 +416,8 @@ class Rollouts:
 
     async def close(self) -> None:
         """Closes the environments and ends their threads; calls that hang are not waited for."""
+        if self._prompts is not None:
+            self._envs.give_back(self._prompts)
         await self._envs.close()
         if self.held_out is not None:
             await self.held_out.env_pool.close()

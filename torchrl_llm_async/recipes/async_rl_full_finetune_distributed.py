@@ -119,6 +119,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             groups_per_step=cfg.groups_per_step,
             max_staleness=cfg.max_staleness,
             group_size=cfg.group_size,
+            on_stale=cfg.on_stale,
+            on_drop=self._drop if cfg.on_stale == "drop" else None,
             transform=config.instantiate(cfg.advantage),
         )
         self._collector = make_collector(
@@ -128,6 +130,9 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             replay_buffer=self._buffer,
         )
         self._collector.start()
+
+    def _drop(self, group_id: int, reason: str) -> None:
+        self._collector.drop(group_id, reason)
 
     def _setup_model(self, weights: dict[str, torch.Tensor]) -> nn.Module:
         """A decoder sharded over all ranks: fp32 master weights, ``dtype`` compute."""

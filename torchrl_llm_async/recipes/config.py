@@ -104,6 +104,7 @@ class RecipeConfig:
     weights_dir: str | None = None
     num_engines: int = 1
     group_filter: dict[str, Any] | None = None
+    on_stale: str = "wait"
 
 
 def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
@@ -157,6 +158,8 @@ def _check_schema(cfg: DictConfig) -> DictConfig:
         raise ConfigError(f"config key '{key}': {str(error).splitlines()[0]}") from None
     if missing:
         raise ConfigError(f"config key '{min(missing)}' is missing; it has no default")
+    if merged.on_stale not in ("wait", "drop"):
+        raise ConfigError(f"on_stale is {merged.on_stale!r}; it must be 'wait' or 'drop'")
     if merged.dtype not in ("fp32", "bf16"):
         raise ConfigError(f"dtype is {merged.dtype!r}; it must be 'fp32' or 'bf16'")
     return merged
