@@ -183,9 +183,8 @@ def _collector_and_bare(
 def _serve_next_version(collector: AsyncLLMCollector, path: Path, version: int) -> None:
     """Has the engine switch before the clock runs; the collector is left paused."""
     collector.pause()
-    collector.receive_weights(path, version=version)
-    while collector.policy_version < version:
-        time.sleep(0.001)
+    if not collector.serve_weights(path, version=version).result(60):
+        raise RuntimeError(f"version {version} was refused")
 
 
 def _serve_bare(connection: Connection, engine: VLLMEngine) -> None:

@@ -142,7 +142,7 @@ def measured_times(eta: int, repeats: int, steps: int = 6) -> dict[bool, list[fl
                         buffer.sample(timeout=300)
                         if step == 0:  # by now there is something to predict from
                             begin = time.perf_counter()
-                        collector.receive_weights(
+                        collector.serve_weights(
                             store.write(step + 1, weights.items()), version=step + 1
                         )
                     times[longest_first].append(time.perf_counter() - begin)

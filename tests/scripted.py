@@ -197,7 +197,7 @@ def run_all_steps(collector, buffer, steps=2):
     batches = []
     for step in range(steps):
         batches.append(buffer.sample(timeout=60))
-        collector.receive_weights("unread", version=step + 1)
+        collector.serve_weights("unread", version=step + 1)
     return [row for batch in batches for row in batch]
 
 

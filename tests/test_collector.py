@@ -6,7 +6,6 @@ import asyncio
 import functools
 import json
 import threading
-import time
 
 import pytest
 import torch
@@ -93,7 +92,7 @@ def test_generation_stops_at_the_staleness_bound_and_goes_on_with_new_weights(ma
         batch = buffer.sample(timeout=30)
         versions = batch["group", "start_version"]
         assert (versions <= step).all() and (versions >= step - 1).all()
-        collector.receive_weights("unread", version=step + 1)
+        collector.serve_weights("unread", version=step + 1)
     assert collector.stats()["samples"] == 4 * GROUPS_PER_STEP * GROUP_SIZE
 
 
@@ -157,7 +156,7 @@ def test_evaluation_uses_its_own_environment_and_one_version(make_collector):
     )
     collector.start()
     first = collector.evaluate()
-    collector.receive_weights("unread", version=1)
+    collector.serve_weights("unread", version=1)
     second = collector.evaluate()
     assert first.result(30).rewards == [3.0] * 5
     assert (first.result().version, second.result(30).version) == (0, 1)
@@ -199,7 +198,7 @@ def test_refused_weights_raise_at_the_bound_of_rarer_publications(make_collector
     collector.start()
     buffer.sample(timeout=30)
     buffer.sample(timeout=30)
-    collector.receive_weights("unread", version=2)
+    collector.serve_weights("unread", version=2)
     with pytest.raises(WeightUpdateError, match="version 2 refused, as told"):
         buffer.sample(timeout=30)
         buffer.sample(timeout=30)
@@ -223,11 +222,8 @@ def test_pausing_stops_generation_and_resuming_goes_on(make_collector):
     next(groups)
     with collector.pause():
         sampled = engine.sampled
-        collector.receive_weights("unread", version=1)
-        deadline = time.monotonic() + 30
-        while collector.policy_version == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert collector.policy_version == 1  # The switch goes through.
+        assert collector.serve_weights("unread", version=1).result(30)  # The switch goes through.
+        assert collector.policy_version == 1
         assert engine.sampled == sampled
     versions = [next(groups)["policy_version", "full"].max() for _ in range(5)]
     assert max(versions) == 1
@@ -237,7 +233,7 @@ def test_engines_join_and_leave_while_it_runs(make_collector):
     collector = make_collector(engine=EnginePool([ScriptedEngine(ticks=5)]), total_steps=None)
     groups = iter(collector)
     next(groups)
-    collector.receive_weights("unread", version=1)
+    collector.serve_weights("unread", version=1)
     collector.add_engine(ScriptedEngine(ticks=5)).result(30)
     collector.remove_engine(0).result(30)
     versions = [next(groups)["policy_version", "full"].max() for _ in range(5)]
@@ -303,7 +299,7 @@ def test_an_engine_that_dies_during_an_evaluation_finds_the_weights_it_needs(
     for version in range(1, 5):
         buffer.sample(timeout=30)
         path = store.write(version, [("weight", torch.ones(1))])
-        collector.receive_weights(path, version=version)
+        collector.serve_weights(path, version=version)
         if version == 1:
             evaluation = collector.evaluate()
     engine.die_once_at = 0

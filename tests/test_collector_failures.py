@@ -195,7 +195,7 @@ def test_stopping_does_not_wait_for_an_evaluation(make_collector):
     )
     collector.start()
     pending = collector.evaluate()
-    collector.receive_weights("unread", version=1)  # queues behind the evaluation
+    collector.serve_weights("unread", version=1)  # queues behind the evaluation
     collector.shutdown(timeout=10)
     with pytest.raises(RuntimeError, match="shut down"):
         pending.result(timeout=1)
@@ -274,7 +274,7 @@ def test_a_killed_collector_process_reaches_the_trainer(make_collector):
     with pytest.raises(RuntimeError, match="died"):
         buffer.sample(timeout=60)
     with pytest.raises(RuntimeError, match="died"):
-        collector.receive_weights("unread", version=1)
+        collector.serve_weights("unread", version=1)
 
 
 def test_what_cannot_be_is_refused_at_once(make_collector):

@@ -110,7 +110,7 @@ def test_an_engine_killed_or_stopped_is_replaced_and_nothing_is_lost(tmp_path: P
     try:
         groups = iter(collector)
         rows = [next(groups)]
-        collector.receive_weights(store.write(1, changed.items()), version=1)
+        collector.serve_weights(store.write(1, changed.items()), version=1)
         rows += collect(groups, lambda: collector.policy_version == 1)
         for number, blow in enumerate((signal.SIGKILL, signal.SIGSTOP)):
             core = engine_core()

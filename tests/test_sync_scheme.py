@@ -27,7 +27,7 @@ class Collector:
     def __init__(self) -> None:
         self.told: list[tuple[int, Path]] = []
 
-    def receive_weights(self, path: Path, *, version: int) -> None:
+    def serve_weights(self, path: Path, *, version: int) -> None:
         assert path.exists()
         self.told.append((version, path))
 
@@ -225,7 +225,7 @@ class EngineCollector(Collector):
         super().__init__()
         self.host = host
 
-    def receive_weights(self, path: Path, *, version: int) -> None:
+    def serve_weights(self, path: Path, *, version: int) -> None:
         self.host.run(self.host.engine.update_weights(version, path))
 
 

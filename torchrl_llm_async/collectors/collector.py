@@ -367,7 +367,7 @@ class AsyncLLMCollector(BaseCollector):
                 future.set_exception(error)
 
     # ------------------------------------------------------------------ weights
-    def receive_weights(self, path: str | Path, *, version: int) -> None:  # type: ignore[override]
+    def serve_weights(self, path: str | Path, *, version: int) -> Future[bool]:
         """Has the engines switch to published weights at their next token boundary.
 
         Weight sync schemes call this; :meth:`update_policy_weights_` is what a trainer calls. A
@@ -377,8 +377,11 @@ class AsyncLLMCollector(BaseCollector):
         Args:
             path: what :meth:`.WeightStore.write` or :meth:`.WeightPublisher.publish` returned.
             version: number of training steps behind these weights.
+
+        Returns:
+            Whether they serve, once that is known; nobody needs to wait for it.
         """
-        self._command("weights", version, Path(path))
+        return self._ask("weights", version, Path(path))
 
     @property
     def policy_version(self) -> int:

@@ -4,8 +4,8 @@ Owns the messages between the two sides and the rule that nobody waits in silenc
 the loop reaches the other side as an exception with its traceback, and a side that dies is noticed
 by the end of the pipe. Owns no rollout logic.
 
-Messages down: ``("weights", version, path)`` and ``("evaluate", tag)``, carried out in their order;
-``("drop", group_id, reason)``, ``("pause", tag)``, ``("resume", tag)``,
+Messages down: ``("weights", tag, version, path)`` and ``("evaluate", tag)``, carried out in their
+order; ``("drop", group_id, reason)``, ``("pause", tag)``, ``("resume", tag)``,
 ``("add_engine", tag, engine)``, ``("remove_engine", tag, index)`` and ``("stop",)``, which don't
 wait for those.
 Messages up: ``("ready", version)``, ``("admitted", group_id, start_version)``,
@@ -156,9 +156,11 @@ async def _switch_and_evaluate(
 
     while True:
         match await inbox.get():
-            case ("weights", version, path):
-                if await rollouts.update_weights(version, path):
+            case ("weights", tag, version, path):
+                served = await rollouts.update_weights(version, path)
+                if served:
                     connection.send(("served", version, rollouts.snapshot()))
+                connection.send(("answer", tag, served))
             case ("evaluate", tag):
                 # Rollouts go on meanwhile; a later switch waits.
                 await rollouts.weights.acquire()

@@ -24,8 +24,8 @@ __all__ = ["VLLMSharedWeightSyncScheme"]
 class WeightReceiver(Protocol):
     """What the scheme asks of its context, which is a collector."""
 
-    def receive_weights(self, path: Path, *, version: int) -> None:
-        """Has the engine switch to a publication; may return before it has."""
+    def serve_weights(self, path: Path, *, version: int) -> None:
+        """Has the engines switch to a publication; may return before they have."""
 
 
 class VLLMSharedWeightSyncScheme(WeightSyncScheme):
@@ -155,7 +155,7 @@ class VLLMSharedWeightSyncScheme(WeightSyncScheme):
                 if weights is None
                 else f"weights is a {type(weights).__name__}; give a torchtune decoder, or None "
                 "for the one given to init_on_sender. Weights published already go to "
-                "collector.receive_weights(path, version=...)"
+                "collector.serve_weights(path, version=...)"
             )
         version = self._version + 1 if version is None else version
         if version <= self._version:
@@ -165,7 +165,7 @@ class VLLMSharedWeightSyncScheme(WeightSyncScheme):
         if path is not None:
             if self.context is None:  # After the collective, in which other ranks would wait.
                 raise RuntimeError(f"no one to tell of version {version}: the collector is gone")
-            self.context.receive_weights(path, version=version)
+            self.context.serve_weights(path, version=version)
 
     def shutdown(self) -> None:
         """Removes the publications and forgets the model; idempotent."""
