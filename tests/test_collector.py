@@ -188,6 +188,15 @@ def test_refused_weights_are_repaired_by_the_next(make_collector):
 
 
 @pytest.mark.inv3
+def test_whoever_sends_weights_is_told_whether_they_serve(make_collector):
+    collector = make_collector(engine=ScriptedEngine(refuse=(1,)), total_steps=4)
+    collector.start()
+    assert collector.serve_weights("unread", version=1).result(30) is False
+    assert collector.serve_weights("unread", version=2).result(30) is True
+    assert collector.policy_version == 2
+
+
+@pytest.mark.inv3
 @pytest.mark.inv5
 def test_refused_weights_raise_at_the_bound_of_rarer_publications(make_collector):
     """Published every second step, version 4 would need steps that version 0 does not allow."""
