@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import heed_interrupts
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from whole_runs import CONFIG, ROOT, finish, launch, metrics, succeed, tune_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.recipe]
 
-ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
-RECIPE = "recipes/async_rl_full_finetune_distributed.py"
-CONFIG = "recipes/configs/arithmetic_ppo.yaml"
 # A short run; three steps are enough for a batch to be as stale as it may be.
 SHORT = [
     "total_steps=3",
@@ -35,48 +28,11 @@ SHORT = [
 ]
 
 
-def launch(*command: str | Path, cwd: Path = ROOT) -> subprocess.Popen:
-    return subprocess.Popen(
-        [BIN / command[0], *command[1:]],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=heed_interrupts,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def finish(process: subprocess.Popen, timeout: float = 240.0) -> str:
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    return output
-
-
-def metrics(output_dir: Path) -> dict[int, dict[str, float]]:
-    """What torchtune's DiskLogger wrote, by step."""
-    (log,) = (output_dir / "logs").glob("*.txt")
-    steps: dict[int, dict[str, float]] = {}
-    for line in log.read_text().splitlines():
-        if found := re.match(r"Step (\d+) \| (.*)", line):
-            values = (pair.split(":") for pair in found[2].split())
-            steps.setdefault(int(found[1]), {}).update({k: float(v) for k, v in values})
-    return steps
-
-
 @pytest.fixture(scope="module")
 def ppo_run(tmp_path_factory) -> tuple[Path, str]:
     """``tune run`` from the root, asynchronously, with decoupled PPO."""
     output_dir = tmp_path_factory.mktemp("ppo")
-    process = launch(
-        *("tune", "run", "--nproc_per_node", "2", RECIPE, "--config", CONFIG),
-        *(f"output_dir={output_dir}", *SHORT),
-    )
-    output = finish(process)
-    assert process.returncode == 0, output
-    return output_dir, output
+    return output_dir, succeed(tune_run(output_dir, *SHORT))
 
 
 @pytest.mark.inv1
@@ -111,13 +67,13 @@ def test_every_finished_sample_is_dumped(ppo_run):
 def test_the_checkpoint_scores_the_same_in_a_fresh_engine(ppo_run, tmp_path):
     output_dir, _ = ppo_run
     checkpoint = output_dir / "checkpoints" / "step_00003"
-    process = launch(
-        *("tune-async", "run", "evaluate", "--config", ROOT / CONFIG, "eval_problems=60"),
-        *(f"model_dir={checkpoint}", f"output_dir={tmp_path}"),
-        cwd=tmp_path,
+    output = succeed(
+        launch(
+            *("tune-async", "run", "evaluate", "--config", ROOT / CONFIG, "eval_problems=60"),
+            *(f"model_dir={checkpoint}", f"output_dir={tmp_path}"),
+            cwd=tmp_path,
+        )
     )
-    output = finish(process)
-    assert process.returncode == 0, output
     expected = metrics(output_dir)[3]["held_out_accuracy"]
     assert f"held-out accuracy {expected:.3f}" in output
 
@@ -133,15 +89,15 @@ def test_the_checkpoint_is_an_ordinary_hugging_face_folder_that_has_learnt(ppo_r
 @pytest.mark.inv1
 def test_tune_async_from_another_folder_with_dpo_synchronously(tmp_path):
     """Another loss is one line, and so is the synchronous run."""
-    process = launch(
-        *("tune-async", "run", "--nproc_per_node", "2", "async_rl_full_finetune_distributed"),
-        *("--config", "arithmetic_ppo", "output_dir=out", *SHORT),
-        "loss._component_=torchrl_llm_async.objectives.OnlineDPOLoss",
-        "max_staleness=0",
-        cwd=tmp_path,
+    succeed(
+        launch(
+            *("tune-async", "run", "--nproc_per_node", "2", "async_rl_full_finetune_distributed"),
+            *("--config", "arithmetic_ppo", "output_dir=out", *SHORT),
+            "loss._component_=torchrl_llm_async.objectives.OnlineDPOLoss",
+            "max_staleness=0",
+            cwd=tmp_path,
+        )
     )
-    output = finish(process)
-    assert process.returncode == 0, output
     steps = metrics(tmp_path / "out")
     assert all(steps[step]["lag_token_max"] == 0 for step in (1, 2, 3))
     # Policy and reference are the same at the first minibatch, so the first loss is log 2.
@@ -149,10 +105,7 @@ def test_tune_async_from_another_folder_with_dpo_synchronously(tmp_path):
 
 
 def test_a_config_error_is_printed_once_and_nothing_starts(tmp_path):
-    process = launch(
-        *("tune", "run", "--nproc_per_node", "2", RECIPE, "--config", CONFIG),
-        *(f"output_dir={tmp_path}/out", "group_size=1"),
-    )
+    process = tune_run(tmp_path / "out", "group_size=1")
     output = finish(process)
     assert process.returncode != 0
     assert output.count("config error: group_size is 1") == output.count("config error") == 1
@@ -161,10 +114,7 @@ def test_a_config_error_is_printed_once_and_nothing_starts(tmp_path):
 
 @pytest.mark.inv5
 def test_ctrl_c_ends_every_process_within_ten_seconds(tmp_path):
-    process = launch(
-        *("tune", "run", "--nproc_per_node", "2", RECIPE, "--config", CONFIG),
-        *(f"output_dir={tmp_path}", "total_steps=1000", "groups_per_step=8"),
-    )
+    process = tune_run(tmp_path, "total_steps=1000", "groups_per_step=8")
     # Its own thread would do, but communicate() may not be interrupted: read until it trains.
     for line in process.stdout:
         if "held-out accuracy after 0 steps" in line:
