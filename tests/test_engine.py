@@ -300,6 +300,26 @@ class TestPartial:
         nothing = Generation([], [], [], "abort")
         assert host.run(drawn("from nothing", nothing)) == whole
 
+    @pytest.mark.inv6
+    def test_a_repeatable_engine_gives_the_whole_answer_again(
+        self, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        version = host.engine.version
+        whole = host.run(host.engine.generate(PROMPT, LONG, request_id="0", seed=3))
+
+        def taken_up(versions: list[int]) -> Generation:
+            begun = Generation(whole.token_ids[:50], whole.log_probs[:50], versions, "abort")
+            return host.run(
+                host.engine.generate(PROMPT, LONG, request_id="1", seed=3, partial=begun)
+            )
+
+        monkeypatch.setattr(host.engine, "repeatable", True)
+        assert taken_up([version] * 50) == whole
+        # What other weights have sampled stays.
+        other = [version + 1] * 25 + [version] * 25
+        assert taken_up(other).versions[:50] == other
+        assert taken_up(other).token_ids[:50] == whole.token_ids[:50]
+
     def test_a_whole_one_is_the_answer(self, host: EngineHost) -> None:
         def answer(prompt: list[int], tokens: int, reason: str):
             begun = Generation([4] * tokens, [-1.0] * tokens, [0] * tokens, reason)

@@ -68,6 +68,10 @@ class VLLMEngine:
             terminal.
         seed: mixed into the seed of every request.
         allow_truncated_support: accept sampling with ``top_p`` or ``top_k``.
+        repeatable: an answer to be taken up whose tokens are all of the version served is sampled
+            from its start instead: in its own random stream the same tokens come again, and what
+            follows does not depend on where it broke off. So a run at staleness 0 on a CPU repeats
+            to the bit whatever died in it.
         heartbeat_s: an engine core that answers nothing for so many seconds is killed, so that
             all who wait for it get :class:`EngineDeadError`. It must be more than the core takes
             for one step or for loading a set of weights, during which it answers no call.
@@ -103,6 +107,7 @@ class VLLMEngine:
         log_file: Path | None = None,
         seed: int = 0,
         allow_truncated_support: bool = False,
+        repeatable: bool = False,
         heartbeat_s: float = 60.0,
     ) -> None:
         if on_update not in get_args(_OnUpdate):
@@ -119,6 +124,7 @@ class VLLMEngine:
         self.log_file = None if log_file is None else Path(log_file)
         self.seed = seed
         self.allow_truncated_support = allow_truncated_support
+        self.repeatable = repeatable
         self.heartbeat_s = heartbeat_s
         self.last_update: dict[str, float] = {}
         self._version = 0
@@ -224,6 +230,8 @@ class VLLMEngine:
         answer = Generation([], [], [], "abort") if partial is None else partial
         try:
             self.check_health()
+            if self.repeatable and set(answer.versions) <= {self._version}:
+                answer = Generation([], [], [], "abort")
             check_request(
                 prompt_ids,
                 answer.token_ids,
