@@ -1,0 +1,140 @@
+"""Whenever the writer is killed, the newest checkpoint is a whole one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from pathlib import Path
+
+import pytest
+
+from torchrl_llm_async.checkpoint import CheckpointStore
+
+
+def write_for_ever(root: Path, begun) -> None:
+    """Goes on where the newest checkpoint stands, and tells of each that it begins."""
+    store = CheckpointStore(root)
+    newest = store.newest()
+    version = 0 if newest is None else int((newest / "a").read_text())
+    while True:
+        version += 1
+        folder = store.begin(version)
+        begun.send(version)
+        for name in "abc":
+            (folder / name).write_text(str(version))
+        (folder / "sub").mkdir()
+        (folder / "sub" / "d").write_bytes(bytes([version % 256]) * 200_000)
+        store.commit(version)
+
+
+def write(store: CheckpointStore, version: int, text: str = "x") -> Path:
+    folder = store.begin(version)
+    (folder / "a").write_text(text)
+    (folder / "b").mkdir()
+    (folder / "b" / "c").write_bytes(bytes(1000))
+    return store.commit(version)
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.root.iterdir())
+
+
+def test_a_killed_writer_leaves_a_whole_one(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    reached = 0
+    context = multiprocessing.get_context("fork")  # the others take seconds to import torch
+    for _ in range(40):
+        ours, theirs = context.Pipe()
+        writer = context.Process(target=write_for_ever, args=(tmp_path, theirs))
+        writer.start()
+        for _ in range(rng.randint(2, 5)):
+            begun = ours.recv()
+        writer.join(rng.uniform(0, 0.02))  # It doesn't end by itself: somewhere in its work.
+        writer.kill()
+        writer.join()
+        newest = CheckpointStore(tmp_path).newest()
+        version = int((newest / "a").read_text())
+        assert version >= max(reached, begun - 1)
+        assert [(newest / name).read_text() for name in "abc"] == [str(version)] * 3
+        assert (newest / "sub" / "d").read_bytes() == bytes([version % 256]) * 200_000
+        reached = version
+    assert reached > 40
+
+
+def test_the_last_few_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.newest() is None
+    for version in (10, 20, 30):
+        write(store, version)
+    assert names(store) == ["step_00020", "step_00030"]
+    assert store.newest().name == "step_00030"
+
+
+def test_what_a_run_resumed_further_back_writes_is_newer(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 20, "first")
+    write(store, 30, "first")
+    again = write(store, 20, "again")
+    assert store.newest() == again
+    assert (again / "a").read_text() == "again"
+    assert names(store) == ["step_00020-2", "step_00030"]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "a").unlink(), "a is missing"),
+        (lambda folder: (folder / "a").write_text(""), "a differs"),
+        (lambda folder: flip(folder / "b" / "c"), "b/c differs"),
+        (lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "no readable manifest.json"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"),
+    ],
+)
+def test_a_damaged_one_is_passed_over(damage, message: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    good = write(store, 10)
+    bad = write(store, 20)
+    damage(bad)
+    with pytest.raises(ValueError, match=message):
+        CheckpointStore.verified(bad)
+    assert store.newest() == good
+    # It doesn't crowd out good ones either.
+    write(store, 30)
+    assert store.newest().name == "step_00030"
+    assert len(names(store)) == 2
+
+
+def test_one_of_another_format_says_so(tmp_path: Path) -> None:
+    folder = write(CheckpointStore(tmp_path), 1)
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 9'))
+    with pytest.raises(ValueError, match="has format 9, this program reads 1"):
+        CheckpointStore.verified(folder)
+
+
+def test_an_error_while_committing_leaves_the_one_before(tmp_path: Path, monkeypatch) -> None:
+    store = CheckpointStore(tmp_path)
+    good = write(store, 10)
+
+    def full(*args) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            write(store, 20)
+    assert store.newest() == good
+    write(store, 20)
+    assert store.newest().name == "step_00020"
+
+
+def test_keep_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        CheckpointStore(tmp_path, keep=0)

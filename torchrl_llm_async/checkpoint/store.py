@@ -1,0 +1,154 @@
+"""A folder of checkpoints, each whole or not there, whenever the machine stops.
+
+Owns names, order, durability and what makes a checkpoint good: a manifest with the size and digest
+of every file. What the files hold is their writers' affair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from torchrl._utils import logger as torchrl_logger
+
+_FORMAT = 1
+_MANIFEST = "manifest.json"
+
+
+class CheckpointStore:
+    """The last few checkpoints of a run.
+
+    A checkpoint is written into the folder that :meth:`begin` gives, and becomes one by
+    :meth:`commit`: files synced, manifest added, folder renamed. Until then, and if it never comes
+    to that, the ones before are as they were. What was committed last counts as the newest, also if
+    a later version is there: a run that was resumed further back has made that obsolete.
+
+    Args:
+        root: folder, made if missing; the store's alone. One process writes into it at a time.
+        keep: checkpoints that stay.
+
+    Raises:
+        ValueError: ``keep`` < 1.
+
+    Examples:
+        >>> import tempfile
+        >>> store = CheckpointStore(Path(tempfile.mkdtemp()))
+        >>> folder = store.begin(10)
+        >>> _ = (folder / "state.json").write_text("{}")
+        >>> store.commit(10).name, store.newest().name
+        ('step_00010', 'step_00010')
+    """
+
+    def __init__(self, root: str | Path, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; it must be at least 1")
+        self.root = Path(root)
+        self.keep = keep
+
+    def begin(self, version: int) -> Path:
+        """An empty folder to write the checkpoint of ``version`` into."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for suffix in (".part", ".old"):  # of a process that was killed
+            for left_over in self.root.glob(f"step_*{suffix}"):
+                shutil.rmtree(left_over)
+        folder = self._part(version)
+        folder.mkdir()
+        return folder
+
+    def commit(self, version: int) -> Path:
+        """Makes what was written since :meth:`begin` a checkpoint, and removes the oldest.
+
+        Raises:
+            OSError: the disk is full or gone; the checkpoints before are as they were.
+        """
+        part = self._part(version)
+        files = sorted(path for path in part.rglob("*") if path.is_file())
+        manifest = {
+            "format": _FORMAT,
+            "version": version,
+            "commit": max((number for number, _ in self._committed()), default=0) + 1,
+            "files": {str(file.relative_to(part)): _fingerprint(file) for file in files},
+        }
+        (part / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        folders = {file.parent for file in files} | {part}
+        for path in (*files, part / _MANIFEST, *folders):
+            _sync(path)
+        # The name may be taken, by a run that was resumed before it came here again.
+        final, again = self.root / f"step_{version:05d}", 1
+        while final.exists():
+            again += 1
+            final = self.root / f"step_{version:05d}-{again}"
+        part.rename(final)
+        _sync(self.root)
+        for _, old in sorted(self._committed(), reverse=True)[self.keep :]:
+            shutil.rmtree(old.rename(old.with_name(old.name + ".old")))
+        return final
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is good, or None; those passed over are logged."""
+        for _, folder in sorted(self._committed(), reverse=True):
+            try:
+                return self.verified(folder)
+            except ValueError as error:
+                torchrl_logger.warning(f"{error}; looking for an earlier one")
+        return None
+
+    @staticmethod
+    def verified(folder: Path) -> Path:
+        """The folder, if it is a good checkpoint.
+
+        Raises:
+            ValueError: it is none, and why.
+        """
+        manifest = _read_manifest(folder)
+        if manifest is None:
+            raise ValueError(f"{folder} is no checkpoint: it has no readable {_MANIFEST}")
+        if manifest["format"] != _FORMAT:
+            raise ValueError(
+                f"{folder} has format {manifest['format']}, this program reads {_FORMAT}; resume "
+                "with the version of torchrl-llm-async that wrote it"
+            )
+        for name, expected in manifest["files"].items():
+            file = folder / name
+            if not file.is_file() or _fingerprint(file) != expected:
+                state = "differs from what was written" if file.is_file() else "is missing"
+                raise ValueError(f"{folder} is damaged: {name} {state}")
+        return folder
+
+    def _part(self, version: int) -> Path:
+        return self.root / f"step_{version:05d}.part"
+
+    def _committed(self) -> list[tuple[int, Path]]:
+        """Order of commitment and folder of all that look like checkpoints; 0 if it is unknown."""
+        folders = [p for p in self.root.glob("step_*") if p.suffix not in (".part", ".old")]
+        manifests = [_read_manifest(folder) for folder in folders]
+        return [
+            (0 if manifest is None else manifest["commit"], folder)
+            for folder, manifest in zip(folders, manifests, strict=True)
+        ]
+
+
+def _read_manifest(folder: Path) -> dict | None:
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    is_whole = isinstance(manifest, dict) and {"format", "commit", "files"} <= manifest.keys()
+    return manifest if is_whole else None
+
+
+def _fingerprint(file: Path) -> dict[str, int | str]:
+    with open(file, "rb") as stream:
+        digest = hashlib.file_digest(stream, "blake2b")
+    return {"bytes": file.stat().st_size, "blake2b": digest.hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
