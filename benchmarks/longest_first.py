@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchrl_llm_async.staleness import StalenessController, select_groups
+from torchrl_llm_async.deadlines import select_groups
+from torchrl_llm_async.staleness import StalenessController
 
 GROUPS_PER_STEP, GROUP_SIZE, SLOTS, STEPS = 16, 8, 64, 25
 MEAN_LOG, SIGMA, LONGEST = 5.0, 1.0, 2500  # of lognormal lengths, in tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import threading
 
 import numpy as np
@@ -18,7 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from torchrl_llm_async.staleness import StalenessController, select_groups
+from torchrl_llm_async.deadlines import select_groups
+from torchrl_llm_async.staleness import StalenessController
 
 
 class Run:
@@ -302,6 +304,37 @@ def test_messages_about_a_dropped_group_may_cross():
     assert controller.reject(2, "crash") and not controller.drop(2, "stale")
     assert not controller.reject(0, "crash")
     assert controller.ledger() == dict(submitted=3, running=0, accepted=0, rejected=1, dropped=2)
+
+
+def test_refunded_groups_are_forgotten_once_no_message_can_mention_them():
+    controller = StalenessController(groups_per_step=2, max_staleness=1)
+    for group_id in range(400):
+        controller.admit(group_id)
+        controller.reject(group_id, "crash")
+        if group_id % 2:
+            controller.serve(group_id // 2 + 1)
+    assert len(controller.state_dict()["refunded"]) <= 6
+    # The step of their deadline may still have dropped these.
+    version = controller.served_version
+    assert not controller.drop(2 * (version - 2), "stale")
+    assert controller.ledger()["rejected"] == 400 and controller.capacity() == 2 * (version + 2)
+
+
+def test_another_batch_size_leaves_the_room_of_groups_in_flight():
+    """Consumed groups count as if they had been consumed in steps of the new size."""
+    before = StalenessController(groups_per_step=4, max_staleness=2)
+    for group_id in range(12):
+        before.admit(group_id)
+    for group_id in range(6):
+        before.finish(group_id)
+    before.serve(1)  # one step behind it, which consumed 4: 8 are in flight
+    assert before.capacity() == 4
+    state = json.loads(json.dumps(before.state_dict()))
+    for groups_per_step, room in ((4, 4), (6, 10), (3, 1), (2, -2)):
+        after = StalenessController(groups_per_step=groups_per_step, max_staleness=2)
+        after.load_state_dict(state, step=1)
+        assert after.capacity() == room == groups_per_step * 3 - 8
+        assert after.ledger() == before.ledger()
 
 
 def test_a_run_of_no_steps_admits_nothing():

@@ -32,8 +32,8 @@ from torchrl_llm_async.collectors.evaluation import Evaluation
 from torchrl_llm_async.collectors.rollouts import GroupFilter, RolloutConfig, RolloutStats
 from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
 from torchrl_llm_async.data.trajectory import stack_group
+from torchrl_llm_async.deadlines import check_bounds
 from torchrl_llm_async.engines import EnginePool, GenerationEngine, SamplingConfig
-from torchrl_llm_async.staleness import check_bounds
 
 _STOP_SECONDS = 8.0
 

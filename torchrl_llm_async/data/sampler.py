@@ -16,7 +16,7 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
 from torchrl_llm_async.data.lags import lag_figures
-from torchrl_llm_async.staleness import check_bounds, select_groups
+from torchrl_llm_async.deadlines import check_bounds, select_groups
 
 
 @dataclass(frozen=True)
