@@ -209,5 +209,5 @@ def assert_the_books_add_up(collector, rows, *, rejected):
     states = [stats[state] for state in ("running", "accepted", "rejected", "dropped")]
     assert states == [0, len(accepted), rejected, 0]
     assert stats["submitted"] == len(accepted) + rejected
-    assert buffer["groups_retracted"] == rejected
+    assert buffer["groups_rejected"] == rejected
     assert (buffer["groups_consumed"], buffer["groups_running"]) == (len(accepted), 0)

@@ -195,7 +195,7 @@ def test_a_dropped_group_may_be_retracted():
     buffer.retract(0, "crash")
     with pytest.raises(ValueError, match="not running"):
         buffer.retract(0, "crash")
-    assert buffer.stats()["groups_retracted"] == 0
+    assert buffer.stats()["groups_rejected"] == 0
 
 
 # ------------------------------------------------------------------ what is refused
@@ -214,7 +214,7 @@ def corrupt(group, key, value, row=1):
         (make_group(0)[:0], r"batch size \(0,\)"),
         (corrupt(make_group(0), ("group", "id"), 1), "adjacent"),
         (corrupt(make_group(0), ("group", "index"), 0), "each once"),
-        (corrupt(make_group(0), ("group", "start_version"), 1), r"start versions \[0, 1\]; 0 was"),
+        (corrupt(make_group(0), ("group", "start_version"), 1), r"start versions \[0, 1\]"),
         (make_group(7), "group 7 is not running"),
         (make_group(0, versions=[[0], []]), "row 1 of group 0 has no sampled token"),
         (make_group(1, 1, versions=[[1], [0, 1]]), "row 1 of group 1 has tokens of versions 0 to"),
@@ -439,7 +439,7 @@ def test_sample_wakes_when_the_group_waited_for_is_retracted(threads):
     buffer.announce(1, 0)
     buffer.extend(make_group(1))
     assert names(waiter.result(PATIENCE))[0] == "1/0"
-    assert buffer.stats()["groups_retracted"] == 1
+    assert buffer.stats()["groups_rejected"] == 1
 
 
 @pytest.mark.inv5
@@ -494,7 +494,7 @@ def test_sampler_state_round_trips(tmp_path):
     restored = StalenessSampler(groups_per_step=1, max_staleness=2)
     restored.loads(tmp_path)
     assert restored.consumer_version == 1 and restored.running == {1: 0}
-    assert restored.select() == buffer.sampler.select() == [2]
+    assert restored.can_sample(buffer.storage, 2) and buffer.can_sample()
     index, info = restored.sample(buffer.storage, 2)
     assert info["group_ids"] == [2]
     assert torch.equal(index, buffer.sample(timeout=0, return_info=True)[1]["index"])

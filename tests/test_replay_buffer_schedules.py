@@ -127,7 +127,7 @@ class BufferMachine(RuleBasedStateMachine):
             + stats["groups_ready"]
             + stats["groups_consumed"]
             + stats["groups_dropped"]
-            + stats["groups_retracted"]
+            + stats["groups_rejected"]
         )
         size = self.buffer.group_size
         assert stats["size"] == len(self.buffer) == stats["groups_ready"] * size
@@ -238,4 +238,4 @@ def test_real_threads(on_stale):
     ledger, stats = controller.ledger(), buffer.stats()
     assert ledger["accepted"] == steps * 4 and ledger["running"] == 0
     refunded = ledger["rejected"] + ledger["dropped"]
-    assert refunded == stats["groups_retracted"] + stats["groups_dropped"]
+    assert refunded == stats["groups_rejected"] + stats["groups_dropped"]

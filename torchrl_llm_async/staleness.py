@@ -29,9 +29,8 @@ class StalenessController:
 
     Every group is exactly one of *running*, *accepted* (complete, handed on), *rejected* (failed
     before that) or *dropped* (given up by the consumer). The last two are refunded: others may be
-    admitted in their place. All methods may be called from any thread. :meth:`finish`,
-    :meth:`reject` and :meth:`drop` return False, and change nothing, if the group was refunded
-    before: the consumer may drop a group while its last answer is on the way.
+    admitted in their place. All methods may be called from any thread. Consumer and producer may
+    both end a group, in messages that cross: the later call returns False and changes nothing.
 
     Args:
         groups_per_step: groups one training step consumes, B.
@@ -72,7 +71,9 @@ class StalenessController:
         self._served_version = 0
         self._last_admitted: int | None = None
         self._running: dict[int, int] = {}  # start version by id
-        # Start version by id, as long as a message about the group may still be under way.
+        # Refunded groups that may be heard of again: dropped ones until their producer ends them,
+        # others, by id and start version, until the step of their deadline may have dropped them.
+        self._dropped: set[int] = set()
         self._refunded: dict[int, int] = {}
         self._submitted = self._accepted = 0
         self._rebased = 0  # added to the groups counted, since B was another before a resume
@@ -93,7 +94,6 @@ class StalenessController:
             if version < self._served_version:
                 raise ValueError(f"version {version} cannot be served after {self._served_version}")
             self._served_version = version
-            # The consumer drops a group in the step of its deadline, before it publishes the next.
             over = version - self.max_staleness - 1
             self._refunded = {i: start for i, start in self._refunded.items() if start >= over}
 
@@ -139,7 +139,7 @@ class StalenessController:
             ValueError: the group is not running.
         """
         with self._lock:
-            if group_id in self._refunded:
+            if self._ends_dropped(group_id):
                 return False
             self._leave_running(group_id, "finished")
             self._accepted += 1
@@ -154,9 +154,10 @@ class StalenessController:
             ValueError: the group is not running.
         """
         with self._lock:
-            if group_id in self._refunded:
+            if self._ends_dropped(group_id):
                 return False
-            self._refund(group_id, self._leave_running(group_id, "rejected"), "rejected", reason)
+            self._refunded[group_id] = self._leave_running(group_id, "rejected")
+            self._reasons["rejected", reason] += 1
             return True
 
     def drop(self, group_id: int, reason: str) -> bool:
@@ -168,25 +169,23 @@ class StalenessController:
             ValueError: the group is not running, and none is accepted.
         """
         with self._lock:
-            if group_id in self._refunded:
+            if group_id in self._refunded or group_id in self._dropped:
                 return False
             if group_id not in self._running and self._accepted:
                 self._accepted -= 1
-                start = self._served_version  # or an older one
+                self._refunded[group_id] = self._served_version  # it began at that, or before
             else:
-                start = self._leave_running(group_id, "dropped")
-            self._refund(group_id, start, "dropped", reason)
+                self._leave_running(group_id, "dropped")
+                self._dropped.add(group_id)
+            self._reasons["dropped", reason] += 1
             return True
 
     def ledger(self) -> dict[str, int]:
         """Number of groups submitted, and in each state; a RuntimeError if they do not add up."""
         with self._lock:
-            states = {
-                "running": len(self._running),
-                "accepted": self._accepted,
-                "rejected": self._refunds("rejected"),
-                "dropped": self._refunds("dropped"),
-            }
+            states = {"running": len(self._running), "accepted": self._accepted}
+            for state in ("rejected", "dropped"):
+                states[state] = sum(n for (kind, _), n in self._reasons.items() if kind == state)
             if sum(states.values()) != self._submitted:
                 raise RuntimeError(f"{self._submitted} groups were submitted, but {states}")
             return {"submitted": self._submitted, **states}
@@ -205,6 +204,7 @@ class StalenessController:
                 "last_admitted": self._last_admitted,
                 "running": list(map(list, self._running.items())),
                 "refunded": list(map(list, self._refunded.items())),
+                "dropped": sorted(self._dropped),
                 "submitted": self._submitted,
                 "accepted": self._accepted,
                 "rebased": self._rebased,
@@ -223,6 +223,7 @@ class StalenessController:
             self._last_admitted = state["last_admitted"]
             self._running = dict(map(tuple, state["running"]))
             self._refunded = dict(map(tuple, state["refunded"]))
+            self._dropped = set(state["dropped"])
             self._submitted, self._accepted = state["submitted"], state["accepted"]
             more = self.groups_per_step - state["groups_per_step"]
             self._rebased = state["rebased"] + step * more
@@ -235,12 +236,10 @@ class StalenessController:
         counted = len(self._running) + self._accepted + self._rebased
         return steps * self.groups_per_step - counted
 
-    def _refunds(self, state: str) -> int:
-        return sum(count for (kind, _), count in self._reasons.items() if kind == state)
-
-    def _refund(self, group_id: int, start_version: int, state: str, reason: str) -> None:
-        self._refunded[group_id] = start_version
-        self._reasons[state, reason] += 1
+    def _ends_dropped(self, group_id: int) -> bool:
+        is_so = group_id in self._dropped
+        self._dropped.discard(group_id)
+        return is_so
 
     def _leave_running(self, group_id: int, verb: str) -> int:
         if group_id not in self._running:

@@ -380,6 +380,7 @@ class Rollouts:
         self.controller.drop(group_id, reason)
         if group_id in self._running:
             self._running[group_id].cancel()
+            self.controller.reject(group_id, reason)  # Cancelled, it will not tell of its end.
             self._send(("rejected", group_id, reason, self.snapshot()))  # It will not come.
         self._changed.set()
 

@@ -1,23 +1,24 @@
 """A replay buffer of whole groups, consumed once each and never later than the staleness bound.
 
 Owns what lies between a producer of finished groups and the training step: which groups are
-expected, complete or due, the wait for a batch, and the check that no row enters that would be
-wrong to train on. What the rule of consumption *is* stands in :mod:`torchrl_llm_async.staleness`;
-how many groups may be started is the controller's business, not the buffer's. Knows no engine, no
-policy and no loss; an advantage is computed by whatever transform is given.
+expected, complete or due, the wait for a batch, and the accounts of all groups. What the rule of
+consumption *is* stands in :mod:`torchrl_llm_async.deadlines`, what rows may enter in
+:mod:`.row_checks`; how many groups may be started is the controller's business, not the buffer's.
+Knows no engine, no policy and no loss; an advantage is computed by whatever transform is given.
 
 Storage, reuse of slots and the hooks for transforms are TorchRL's: rows lie in a
 :class:`~torchrl.data.LazyStackStorage`, and the sampler is a
 :class:`~torchrl.data.replay_buffers.samplers.ConsumingSampler`, whose consumed slots the buffer
-writes to first. Memory is thus bounded by the groups in flight, (max_staleness + 1) * B.
+writes to first. Memory is thus bounded by the groups in flight, (max_staleness + 1) * B, and those
+that may be used again, max_staleness * B.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,10 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.data import LazyStackStorage, ReplayBuffer, Storage
 from torchrl.envs.transforms import Transform
 
+from torchrl_llm_async.data.reuse import Reuse
+from torchrl_llm_async.data.row_checks import RowChecks
 from torchrl_llm_async.data.sampler import StalenessSampler, StoredGroup
+from torchrl_llm_async.data.snapshot import BufferSnapshot
 
 
 class StalenessReplayBuffer(ReplayBuffer):
@@ -39,7 +43,9 @@ class StalenessReplayBuffer(ReplayBuffer):
 
     The transform is applied as in any TorchRL buffer, its inverse on the way in and its forward on
     the way out, with one guarantee on the way in: it sees one whole group at a time, of batch size
-    (K,), once.
+    (K,), once. So it is the place to shape rewards, too. Of a
+    :class:`~torchrl.envs.transforms.Compose` the last transform comes first on the way in:
+    ``Compose(GroupAdvantage(...), shaping)`` computes advantages from shaped rewards.
 
     Args:
         groups_per_step: groups one step consumes, B.
@@ -54,8 +60,15 @@ class StalenessReplayBuffer(ReplayBuffer):
         on_drop: called as ``on_drop(group_id, "stale")`` for each dropped group, so that it is
             refunded; usually :meth:`.StalenessController.drop`, or a message to it. Required by
             ``on_stale="drop"``.
+        max_reuse: steps that may train on a group, the one that consumes it included. With more
+            than 1, each step trains on up to ``reuse_groups`` groups consumed before, beside its B
+            fresh ones: none of them twice, and none with a token older than ``max_staleness``.
+            They are outside admission, deadlines and the ledger.
+        reuse: how they are chosen, see :func:`~torchrl_llm_async.data.reuse.choose_reused`.
+        reuse_groups: how many of them a step has, if there are so many; by default
+            ``(max_reuse - 1) * B``.
         storage: defaults to a :class:`~torchrl.data.LazyStackStorage` of the least size,
-            ``(max_staleness + 1) * B * K`` rows.
+            ``(max_staleness + 1) * B * K`` rows and, with reuse, ``max_staleness * B * K`` more.
         transform: e.g. :class:`~torchrl_llm_async.objectives.GroupAdvantage`.
         group_id_key: int64 [], the group of a row. Defaults to ``("group", "id")``.
         group_index_key: int64 [], its place in the group, 0 to K - 1. Defaults to
@@ -64,6 +77,8 @@ class StalenessReplayBuffer(ReplayBuffer):
             ``("group", "start_version")``.
         version_key: int64 [T], the version that sampled each token, -1 for others. Defaults to
             ``("policy_version", "full")``.
+        reward_key: float32 [1] or [], read for ``reuse="reward"``. Defaults to
+            ``("next", "reward")``.
         **kwargs: passed to :class:`~torchrl.data.ReplayBuffer`.
 
     Raises:
@@ -95,16 +110,39 @@ class StalenessReplayBuffer(ReplayBuffer):
         group_size: int,
         on_stale: Literal["wait", "drop"] = "wait",
         on_drop: Callable[[int, str], object] | None = None,
+        max_reuse: int = 1,
+        reuse: Reuse = "recency",
+        reuse_groups: int | None = None,
         storage: Storage | Callable[[], Storage] | None = None,
         transform: Transform | Callable | None = None,
         group_id_key: NestedKey = ("group", "id"),
         group_index_key: NestedKey = ("group", "index"),
         start_version_key: NestedKey = ("group", "start_version"),
         version_key: NestedKey = ("policy_version", "full"),
+        reward_key: NestedKey = ("next", "reward"),
         **kwargs: Any,
     ) -> None:
+        if max_reuse < 1:
+            raise ValueError(f"max_reuse is {max_reuse}; it must be at least 1 (no reuse)")
+        if max_reuse > 1 and max_staleness == 0:
+            raise ValueError(
+                f"max_reuse is {max_reuse} and max_staleness 0: at the next step a group would lag "
+                "by 1; set max_staleness to 1 or more"
+            )
+        if reuse_groups is None:
+            reuse_groups = (max_reuse - 1) * groups_per_step
+        if (max_reuse > 1) != (reuse_groups > 0):
+            raise ValueError(
+                f"max_reuse is {max_reuse} and reuse_groups {reuse_groups}; groups are reused if "
+                "max_reuse is above 1 and reuse_groups above 0"
+            )
         sampler = StalenessSampler(
-            groups_per_step=groups_per_step, max_staleness=max_staleness, on_stale=on_stale
+            groups_per_step=groups_per_step,
+            max_staleness=max_staleness,
+            on_stale=on_stale,
+            max_reuse=max_reuse,
+            reuse=reuse,
+            reuse_groups=reuse_groups,
         )
         if group_size < 1:
             raise ValueError(f"group_size is {group_size}; it must be at least 1")
@@ -114,7 +152,8 @@ class StalenessReplayBuffer(ReplayBuffer):
                 "such as StalenessController.drop, or dropped groups would never be replaced; "
                 "on_stale='wait' drops nothing"
             )
-        rows_in_flight = (max_staleness + 1) * groups_per_step * group_size
+        kept = max_staleness if max_reuse > 1 else 0
+        rows_in_flight = (max_staleness + 1 + kept) * groups_per_step * group_size
         super().__init__(
             storage=LazyStackStorage(rows_in_flight) if storage is None else storage,
             sampler=sampler,
@@ -125,27 +164,26 @@ class StalenessReplayBuffer(ReplayBuffer):
         if self.storage.max_size < rows_in_flight:
             raise ValueError(
                 f"the storage holds {self.storage.max_size} rows; up to {rows_in_flight} are in "
-                f"flight, (max_staleness + 1) * groups_per_step * group_size; pass a storage of at "
-                "least that max_size, or none"
+                f"flight, (max_staleness + 1) * groups_per_step * group_size, or may be reused, "
+                "max_staleness * groups_per_step * group_size; pass a storage of at least that "
+                "max_size, or none"
             )
         self.group_size = group_size
         self._on_drop = on_drop
-        self._group_id_key = group_id_key
-        self._group_index_key = group_index_key
-        self._start_version_key = start_version_key
-        self._version_key = version_key
+        self._checks = RowChecks(
+            group_size=group_size,
+            group_id_key=group_id_key,
+            group_index_key=group_index_key,
+            start_version_key=start_version_key,
+            version_key=version_key,
+            reward_key=reward_key if max_reuse > 1 and reuse == "reward" else None,
+        )
         # The base class reads and writes under this lock too, so a wait releases all of it.
         self._changed = threading.Condition(self._replay_lock)
         self._failure: BaseException | None = None
         self._late: set[int] = set()  # dropped, and whose rows may still arrive
         self._last_batch: dict[str, float] = {}
-        self._totals = {
-            "groups_consumed": 0,
-            "groups_dropped": 0,
-            "groups_retracted": 0,
-            "discarded_tokens": 0,
-            "wait_s": 0.0,
-        }
+        self._totals = {"groups_reused": 0, "discarded_tokens": 0, "wait_s": 0.0}
 
     @property
     def consumer_version(self) -> int:
@@ -184,9 +222,9 @@ class StalenessReplayBuffer(ReplayBuffer):
             if group_id in self._late:
                 self._late.remove(group_id)
                 return
-            if self.sampler.running.pop(group_id, None) is None:
+            if group_id not in self.sampler.running:
                 raise ValueError(_not_running(group_id))
-            self._totals["groups_retracted"] += 1
+            self.sampler.retract(group_id, reason)
             torchrl_logger.debug(f"group {group_id} retracted: {reason}")
             self._changed.notify_all()
 
@@ -211,7 +249,9 @@ class StalenessReplayBuffer(ReplayBuffer):
         """
         with self._changed:
             self._raise_if_over()
-            groups = self._split(data)
+            groups = self._checks.split(data, newest_version=self.consumer_version)
+            for _, group_id, summary in groups:
+                self._check_announced(group_id, summary["start_version"])
             slots = [torch.empty(0, dtype=torch.int64)]
             for rows, group_id, summary in groups:
                 if group_id in self._late:
@@ -224,7 +264,8 @@ class StalenessReplayBuffer(ReplayBuffer):
                         f"the transform turned the {self.group_size} rows of group {group_id} into "
                         f"{index.numel()}; reject groups where they are produced, not here"
                     )
-                self.sampler.deliver(group_id, StoredGroup(index=index, **summary))
+                group = StoredGroup(index=index, delivered_at=self.consumer_version, **summary)
+                self.sampler.deliver(group_id, group)
                 slots.append(index)
             self._changed.notify_all()
         return torch.cat(slots)
@@ -255,12 +296,13 @@ class StalenessReplayBuffer(ReplayBuffer):
 
         Args:
             batch_size: None or B * K, there for the interface's sake.
-            return_info: also return a dict with ``"step"``, ``"group_ids"``, the slots as
-                ``"index"``, and the lags.
+            return_info: also return a dict with ``"step"``, ``"group_ids"``, ``"reused_ids"``, the
+                slots as ``"index"``, and the lags.
             timeout: seconds to wait; None for ever.
 
         Returns:
-            B * K rows, lazily stacked, in the order of start version, group id and index.
+            B * K rows, lazily stacked, in the order of start version, group id and index; then
+            those of groups that are reused, in the order of their ids.
 
         Raises:
             TimeoutError: the batch is not complete after ``timeout`` seconds. Nothing is consumed.
@@ -280,17 +322,20 @@ class StalenessReplayBuffer(ReplayBuffer):
             self._raise_if_over()
             if not ready:
                 raise TimeoutError(self._describe_wait(waited))
+            depth = len(self.sampler.finished)
             batch, info = super().sample(return_info=True)
             self._last_batch = {k: v for k, v in info.items() if isinstance(v, int | float)}
             del self._last_batch["step"]
             for lag, tokens in info["lag_histogram"].items():
                 self._last_batch[f"lag_tokens/{lag}"] = tokens
-            self._last_batch["last_wait_s"] = waited
-            self._totals["groups_consumed"] += len(info["group_ids"])
+            self._last_batch |= {"last_wait_s": waited, "queue_depth": depth}
+            if self.sampler.reuse_groups:
+                # What the trainer adds to a row must not be there when it is used again.
+                batch = lazy_stack([row.copy() for row in batch.unbind(0)])
+                self._totals["groups_reused"] += len(info["reused_ids"])
             # With on_stale="wait" there are none: the step has waited for them.
             dropped = self.sampler.drop_overdue()
             self._late.update(dropped)
-            self._totals["groups_dropped"] += len(dropped)
         # Not under the lock: whoever is told may hold a lock of its own and call the buffer.
         for group_id in dropped:
             self._on_drop(group_id, "stale")
@@ -304,25 +349,108 @@ class StalenessReplayBuffer(ReplayBuffer):
 
     close = shutdown
 
+    def ledger(self) -> dict[str, int]:
+        """What became of all groups: see :meth:`.Ledger.counts`.
+
+        Raises:
+            RuntimeError: it does not add up, or is not what the buffer holds.
+        """
+        with self._changed:
+            counts = self.sampler.ledger.counts()
+            held = len(self.sampler.running), len(self.sampler.finished)
+            if held != (counts["running"], counts["accepted"] - counts["consumed"]):
+                raise RuntimeError(f"the buffer holds {held} groups, its ledger says {counts}")
+            return counts
+
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's figures and, beside them:
 
-        ``consumer_version``; ``groups_running`` and ``groups_ready`` now; ``groups_consumed``,
-        ``groups_dropped``, ``groups_retracted``, ``discarded_tokens`` and ``wait_s`` (in
-        :meth:`sample`) since the start; once there was a batch, its ``last_wait_s``, its lags in
-        steps (mean, max, p10, p50, p90 of ``lag_token_...``, of ``lag_sample_...`` and of what a
-        sample's lag is made of, ``lag_flight_...`` and ``lag_queue_...``), and as
-        ``lag_tokens/<lag>`` the number of its sampled tokens of each lag.
+        - ``consumer_version``, the step that is next; ``groups_ready``, complete and not consumed;
+        - the ledger since the start of the run, as ``groups_submitted``, ``groups_running``,
+          ``groups_accepted``, ``groups_rejected``, ``groups_dropped`` and ``groups_consumed``, with
+          ``rejected/<reason>`` and ``dropped/<reason>``;
+        - ``groups_reused``; ``discarded_tokens``, of groups dropped before they came; ``wait_s``,
+          spent in :meth:`sample`;
+        - of the last batch ``last_wait_s``; ``queue_depth``, groups complete when it was taken; its
+          lags in steps (mean, max, p10, p50, p90 of ``lag_token_...``, of ``lag_sample_...`` and
+          of what a sample's lag is made of, ``lag_flight_...`` and ``lag_queue_...``);
+          ``lag_tokens/<lag>``, sampled tokens by lag; and seconds between a fresh group's admission
+          and completion, ``flight_s_mean`` and ``flight_s_max``, and from there to the batch,
+          ``queue_s_mean`` and ``queue_s_max``.
         """
         with self._changed:
+            reasons = self.sampler.ledger.reasons()
             return {
                 **super().stats(),
                 "consumer_version": self.consumer_version,
-                "groups_running": len(self.sampler.running),
                 "groups_ready": len(self.sampler.finished),
+                **{f"groups_{name}": count for name, count in self.ledger().items()},
+                **{f"{end}/{reason}": count for (end, reason), count in reasons.items()},
                 **self._totals,
                 **self._last_batch,
             }
+
+    # ------------------------------------------------------------------ checkpoints
+    def snapshot(self) -> BufferSnapshot:
+        """Everything as it is now, for :meth:`BufferSnapshot.save` to write whenever it likes."""
+        with self._changed:
+            sampler = self.sampler
+            groups = [*sampler.finished.values(), *sampler.reusable.values()]
+            rows = []
+            if groups:
+                rows = self.storage.get(torch.cat([group.index for group in groups])).unbind(0)
+            generator = getattr(self, "_rng", None)
+            state = {
+                "group_size": self.group_size,
+                "groups": sampler.groups_state(),
+                "order": [*sampler.finished, *sampler.reusable],
+                "late": sorted(self._late),
+                "totals": dict(self._totals),
+                "transform": dict(self.transform.state_dict()),
+                "generator": None if generator is None else generator.get_state(),
+            }
+        return BufferSnapshot(list(rows), state)
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves the buffer into a folder, as JSON and safetensors."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.snapshot().save(folder)
+
+    def loads(self, path: str | Path) -> None:
+        """Restores into a new buffer what :meth:`dumps`, or a snapshot's ``save``, wrote.
+
+        The bounds may be others, if every group in flight can still be trained on by its deadline,
+        its start version plus ``max_staleness``, at ``groups_per_step`` a step.
+
+        Raises:
+            ValueError: they can't, or ``group_size`` is another one.
+            RuntimeError: the buffer has been used already.
+        """
+        saved = BufferSnapshot.load(path)
+        state = saved.state
+        if state["group_size"] != self.group_size:
+            raise ValueError(
+                f"group_size is {self.group_size}, but {path} holds groups of "
+                f"{state['group_size']}; keep that"
+            )
+        with self._changed:
+            if self.sampler.running or self.sampler.finished or self.consumer_version:
+                raise RuntimeError("load into a new buffer: this one has been used already")
+            size = self.group_size
+            slots = {
+                group_id: self._extend(lazy_stack(saved.rows[begin : begin + size]))
+                for group_id, begin in zip(
+                    state["order"], range(0, len(saved.rows), size), strict=True
+                )
+            }
+            self.sampler.load_groups_state(state["groups"], slots)
+            self._late = set(state["late"])
+            self._totals = dict(state["totals"])
+            self.transform.load_state_dict(state["transform"])
+            if state["generator"] is not None and getattr(self, "_rng", None) is not None:
+                self._rng.set_state(state["generator"])
+            self._changed.notify_all()
 
     # ------------------------------------------------------------------ inside, under the lock
     def _is_over(self) -> bool:
@@ -348,71 +476,15 @@ class StalenessReplayBuffer(ReplayBuffer):
             start + sampler.max_staleness
         )
 
-    def _split(self, data: TensorDictBase) -> list[tuple[TensorDictBase, int, dict[str, Any]]]:
-        """Cuts rows into groups (rows in order of index, id, summary); refuses what is wrong."""
-        size = self.group_size
-        if data.ndim != 1 or len(data) == 0 or len(data) % size:
-            raise ValueError(
-                f"got rows of batch size {tuple(data.shape)}; whole groups have (n * {size},), as "
-                f"group_size={size}"
-            )
-        rows = data.unbind(0)
-        groups = [
-            self._check_group(rows[begin : begin + size]) for begin in range(0, len(rows), size)
-        ]
-        ids = [group_id for _, group_id, _ in groups]
-        if len(set(ids)) < len(ids):
-            raise ValueError(f"the same group comes twice in one call: group ids {ids}")
-        return groups
-
-    def _check_group(
-        self, rows: Sequence[TensorDictBase]
-    ) -> tuple[TensorDictBase, int, dict[str, Any]]:
-        rows = sorted(rows, key=lambda row: int(row[self._group_index_key]))
-        indices = [int(row[self._group_index_key]) for row in rows]
-        group_ids = {int(row[self._group_id_key]) for row in rows}
-        starts = {int(row[self._start_version_key]) for row in rows}
-        if len(group_ids) > 1 or indices != list(range(self.group_size)):
-            raise ValueError(
-                f"rows with group ids {sorted(group_ids)} and indices {indices} are not a whole "
-                f"group: its {self.group_size} rows must be adjacent and have the indices 0 to "
-                f"{self.group_size - 1}, each once"
-            )
-        (group_id,) = group_ids
+    def _check_announced(self, group_id: int, start_version: int) -> None:
         announced = self.sampler.running.get(group_id)
         if announced is None and group_id not in self._late:
             raise ValueError(_not_running(group_id))
-        if announced is not None and starts != {announced}:
+        if announced not in (None, start_version):
             raise ValueError(
-                f"rows of group {group_id} have start versions {sorted(starts)}; {announced} was "
+                f"rows of group {group_id} have start version {start_version}; {announced} was "
                 "announced"
             )
-        token_versions: Counter[int] = Counter()
-        oldest = []
-        for index, row in enumerate(rows):
-            versions = row[self._version_key]
-            versions = versions[versions >= 0]
-            if not len(versions):
-                raise ValueError(
-                    f"row {index} of group {group_id} has no sampled token (no entry of "
-                    f"{self._version_key!r} is >= 0); reject such a group where it is produced"
-                )
-            low, high = (int(bound) for bound in versions.aminmax())
-            if low < min(starts) or high > self.consumer_version:
-                raise ValueError(
-                    f"row {index} of group {group_id} has tokens of versions {low} to {high}; they "
-                    f"must lie between its start version {min(starts)} and the trainer's "
-                    f"{self.consumer_version}"
-                )
-            token_versions.update(versions.tolist())
-            oldest.append(low)
-        summary = {
-            "start_version": min(starts),
-            "token_versions": dict(token_versions),
-            "oldest": tuple(oldest),
-            "delivered_at": self.consumer_version,
-        }
-        return lazy_stack(rows), group_id, summary
 
 
 def _not_running(group_id: int) -> str:

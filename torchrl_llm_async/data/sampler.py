@@ -1,51 +1,66 @@
 """Which rows of the replay buffer the next training step gets, and which slots are free again.
 
-Owns the state of groups between announcement and consumption, and the lag of a batch. The rule of
-consumption itself stands in :mod:`torchrl_llm_async.staleness`. Knows slots, not data; neither
-locks nor waits, which is the business of :class:`.StalenessReplayBuffer`.
+Owns the state of groups from announcement to consumption, and reuse, and the lag of a batch. The
+rule of consumption itself stands in :mod:`torchrl_llm_async.deadlines`. Knows slots, not data;
+neither locks nor waits, which is the business of :class:`.StalenessReplayBuffer`.
 """
 
 from __future__ import annotations
 
+import bisect
+import time
 from collections import Counter, OrderedDict
-from dataclasses import astuple, dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
 from torchrl_llm_async.data.lags import lag_figures
-from torchrl_llm_async.deadlines import check_bounds, select_groups
+from torchrl_llm_async.data.reuse import Reuse, choose_reused
+from torchrl_llm_async.deadlines import check_bounds, check_deadlines, is_ready
+from torchrl_llm_async.ledger import Ledger
 
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A complete group: where its rows lie, and what its lag will be computed from."""
+    """A complete group: where its rows lie, and what its figures will be computed from."""
 
     start_version: int
     index: torch.Tensor  # [K] int64, slots in the storage
     token_versions: dict[int, int]  # number of sampled tokens by their version
     oldest: tuple[int, ...]  # [K], smallest token version of each row
     delivered_at: int  # the step that was to consume next when it was complete
+    reward: float = 0.0  # mean over its rows, where reuse asks for it
+    flight_s: float = 0.0  # from announcement to completion
+    arrived: float = 0.0  # when that was, on this process's monotonic clock
+    uses: int = 0  # steps that have trained on it
 
 
 class StalenessSampler(ConsumingSampler):
-    """Chooses the groups of the next training step by :func:`~.staleness.select_groups`.
+    """Chooses the groups of the next training step by :func:`~.deadlines.is_ready`.
 
     Knows groups only by id, start version and slots. A batch is in the order start version, group
-    id, row. Not thread-safe on its own: :class:`StalenessReplayBuffer` holds its lock around it.
+    id, row; groups that are reused come last, in the order of their ids. Not thread-safe on its
+    own: :class:`StalenessReplayBuffer` holds its lock around it.
 
     Args:
         groups_per_step: groups one step consumes, B.
         max_staleness: largest lag of a sample, in steps.
         on_stale: what happens to groups that are not complete at their deadline: the step waits for
             them, or they are dropped once B complete groups satisfy the rule without them.
+        max_reuse: steps that may train on a group.
+        reuse: how groups that are reused are chosen, see :func:`~.reuse.choose_reused`.
+        reuse_groups: reused groups of a step, beside the B it consumes.
 
     Attributes:
         consumer_version: the step that consumes next; also the version of the weights it trains.
         running: start version by id of the groups that are announced and not complete.
         finished: the complete groups by id.
+        reusable: by id, the groups that were consumed and may be trained on once more.
+        ledger: what became of each group.
 
     .. seealso:: :class:`~torchrl.data.replay_buffers.samplers.StalenessAwareSampler` weights or
         discards single rows by one version each; it neither keeps groups together nor orders.
@@ -57,22 +72,42 @@ class StalenessSampler(ConsumingSampler):
         groups_per_step: int,
         max_staleness: int,
         on_stale: Literal["wait", "drop"] = "wait",
+        max_reuse: int = 1,
+        reuse: Reuse = "recency",
+        reuse_groups: int = 0,
     ) -> None:
         check_bounds(groups_per_step, max_staleness)
         if on_stale not in ("wait", "drop"):
             raise ValueError(f"on_stale is {on_stale!r}; it must be 'wait' or 'drop'")
+        if reuse not in get_args(Reuse):
+            raise ValueError(f"reuse is {reuse!r}; it must be one of {get_args(Reuse)}")
         super().__init__()
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.on_stale = on_stale
+        self.max_reuse = max_reuse
+        self.reuse = reuse
+        self.reuse_groups = reuse_groups
         self._forget_groups()
 
     def _forget_groups(self) -> None:
         self.consumer_version = 0
         self.running: dict[int, int] = {}
         self.finished: dict[int, StoredGroup] = {}
+        self.reusable: dict[int, StoredGroup] = {}
+        self.ledger = Ledger()
         self._last_announced: tuple[int, int] | None = None  # (start version, group id)
+        self._announced: dict[int, float] = {}  # when, on the monotonic clock
+        self._count_groups()
 
+    def _count_groups(self) -> None:
+        """What the rule of consumption looks at, so that it need not look at each group."""
+        starts = [group.start_version for group in self.finished.values()]
+        self._running_starts = Counter(self.running.values())
+        self._finished_starts = Counter(starts)
+        self._order = sorted(zip(starts, self.finished, strict=True))
+
+    # ------------------------------------------------------------------ what happens to groups
     def announce(self, group_id: int, start_version: int) -> None:
         """See :meth:`StalenessReplayBuffer.announce`."""
         if self._last_announced is not None and (
@@ -93,102 +128,190 @@ class StalenessSampler(ConsumingSampler):
             )
         self._last_announced = (start_version, group_id)
         self.running[group_id] = start_version
+        self._running_starts[start_version] += 1
+        self._announced[group_id] = time.monotonic()
+        self.ledger.submit(group_id, start_version)
 
     def deliver(self, group_id: int, group: StoredGroup) -> None:
         """Marks a running group complete."""
-        del self.running[group_id]
-        self.finished[group_id] = group
+        self.ledger.accept(group_id)
+        now = time.monotonic()
+        flight_s = now - self._leave_running(group_id)
+        self.finished[group_id] = replace(group, flight_s=flight_s, arrived=now)
+        self._finished_starts[group.start_version] += 1
+        bisect.insort(self._order, (group.start_version, group_id))
+
+    def retract(self, group_id: int, reason: str) -> None:
+        """Marks a running group rejected."""
+        self.ledger.reject(group_id, reason)
+        self._leave_running(group_id)
 
     def drop_overdue(self) -> list[int]:
-        """Forgets the groups that should have been part of a step already; returns their ids."""
+        """Drops the groups that should have been part of a step already; returns their ids."""
         overdue = [
             group_id
             for group_id, start in self.running.items()
             if start + self.max_staleness < self.consumer_version
         ]
         for group_id in overdue:
-            del self.running[group_id]
+            self.ledger.drop(group_id, "stale")
+            self._leave_running(group_id)
         return overdue
 
-    def select(self) -> list[int] | None:
-        """Ids of the next step's groups, or None if the step has to wait."""
-        running = self.running
+    def _leave_running(self, group_id: int) -> float:
+        """When it was announced."""
+        start = self.running.pop(group_id)
+        _decrease(self._running_starts, start)
+        return self._announced.pop(group_id)
+
+    # ------------------------------------------------------------------ sampling
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether the next step's batch is there."""
+        running: Mapping[int, int] = self._running_starts
         if self.on_stale == "drop":
             # Those due now that are still running will be dropped, so they claim no place.
             due = self.consumer_version - self.max_staleness
-            running = {group_id: start for group_id, start in running.items() if start > due}
-        return select_groups(
+            running = {start: count for start, count in running.items() if start > due}
+        return is_ready(
             self.consumer_version,
             groups_per_step=self.groups_per_step,
             max_staleness=self.max_staleness,
-            finished={group_id: group.start_version for group_id, group in self.finished.items()},
+            finished=self._finished_starts,
             running=running,
         )
-
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether the next step's batch is there."""
-        return self.select() is not None
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Consumes the next step's groups and advances :attr:`consumer_version`.
 
         Returns:
-            The slots of the rows, int64 [B * K], and an info dict with ``"step"``, ``"group_ids"``
-            and lags in steps: :func:`.lag_figures` of ``"token"``, ``"sample"`` and its two parts
-            ``"flight"`` and ``"queue"``, and ``"lag_histogram"``, tokens by their lag.
+            The slots of the rows, int64 [(B + reused groups) * K], and an info dict with
+            ``"step"``, ``"group_ids"``, ``"reused_ids"``, lags in steps (:func:`.lag_figures` of
+            ``"token"``, ``"sample"`` and its two parts ``"flight"`` and ``"queue"``),
+            ``"lag_histogram"``, tokens by their lag, and of the groups consumed the mean and the
+            longest time in seconds, ``"flight_s_mean"`` and so on.
 
         Raises:
             RuntimeError: the batch is not there yet.
         """
-        group_ids = self.select()
-        if group_ids is None:
+        if not self.can_sample(storage, batch_size):
             raise RuntimeError(f"step {self.consumer_version} has to wait for more groups")
-        groups = [self.finished.pop(group_id) for group_id in group_ids]
-        index = torch.cat([group.index for group in groups])
-        self._ensure_state(storage)
-        self._sample_count[index] = self.max_sample_count
-        self._live_mask[index] = False
-        self._append_free_indices(index)
         step = self.consumer_version
+        chosen, self._order = (
+            self._order[: self.groups_per_step],
+            self._order[self.groups_per_step :],
+        )
+        fresh: dict[int, StoredGroup] = {}
+        for start, group_id in chosen:
+            fresh[group_id] = self.finished.pop(group_id)
+            _decrease(self._finished_starts, start)
+            self.ledger.consume(group_id)
+        reused = self._choose_reused()
+        groups = [*fresh.values(), *reused.values()]
         self.consumer_version += 1
-        tokens: Counter[int] = Counter()
-        for group in groups:
-            tokens.update({step - v: count for v, count in group.token_versions.items()})
-        rows = [(group.delivered_at, oldest) for group in groups for oldest in group.oldest]
-        return index, {
+        self._free_used({**self.reusable, **fresh}, used={*fresh, *reused}, storage=storage)
+        return torch.cat([group.index for group in groups]), {
             "step": step,
-            "group_ids": group_ids,
-            **lag_figures("token", tokens),
-            **lag_figures("sample", Counter(step - oldest for _, oldest in rows)),
-            # A sample's lag is what it has gathered while it was sampled, and then waiting here.
-            **lag_figures("flight", Counter(delivered - oldest for delivered, oldest in rows)),
-            **lag_figures("queue", Counter(step - delivered for delivered, _ in rows)),
-            "lag_histogram": dict(sorted(tokens.items())),
+            "group_ids": list(fresh),
+            "reused_ids": list(reused),
+            **_lags(step, groups),
+            **_seconds(fresh.values()),
         }
+
+    def _choose_reused(self) -> dict[int, StoredGroup]:
+        if not self.reuse_groups:
+            return {}
+        candidates = [
+            (group_id, group.start_version, group.reward)
+            for group_id, group in self.reusable.items()
+        ]
+        generator = getattr(self, "_rng", None)  # TorchRL's buffer sets it
+        ids = choose_reused(candidates, self.reuse_groups, by=self.reuse, generator=generator)
+        return {group_id: self.reusable[group_id] for group_id in ids}
+
+    def _free_used(
+        self, groups: dict[int, StoredGroup], *, used: set[int], storage: Storage
+    ) -> None:
+        """Keeps what the next step may reuse; the slots of the others are free."""
+        self.reusable, free = {}, []
+        for group_id, group in groups.items():
+            uses = group.uses + (group_id in used)
+            is_young = min(group.oldest) >= self.consumer_version - self.max_staleness
+            if uses < self.max_reuse and is_young and self.reuse_groups:
+                self.reusable[group_id] = replace(group, uses=uses)
+            else:
+                free.append(group.index)
+        self._ensure_state(storage)
+        if free:
+            index = torch.cat(free)
+            self._sample_count[index] = self.max_sample_count
+            self._live_mask[index] = False
+            self._append_free_indices(index)
 
     def _empty(self) -> None:
         super()._empty()
         self._forget_groups()
 
+    # ------------------------------------------------------------------ state
+    def groups_state(self) -> dict[str, Any]:
+        """All groups and their accounts, as a tree of plain values; clock times as ages."""
+        now = time.monotonic()
+        return {
+            "consumer_version": self.consumer_version,
+            "last_announced": self._last_announced,
+            "running": [
+                [group_id, start, now - self._announced[group_id]]
+                for group_id, start in self.running.items()
+            ],
+            "finished": [_pack(*item, now) for item in self.finished.items()],
+            "reusable": [_pack(*item, now) for item in self.reusable.items()],
+            "ledger": self.ledger.state_dict(),
+        }
+
+    def load_groups_state(
+        self, state: dict[str, Any], slots: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        """Restores what :meth:`groups_state` gave, ``slots`` being where the rows lie now.
+
+        Raises:
+            ValueError: with these bounds some deadline can't be met any more.
+        """
+        now = time.monotonic()
+        groups = {
+            name: {packed["id"]: _unpack(packed, now, slots) for packed in state[name]}
+            for name in ("finished", "reusable")
+        }
+        running = {group_id: start for group_id, start, _ in state["running"]}
+        finished = [group.start_version for group in groups["finished"].values()]
+        try:
+            check_deadlines(
+                state["consumer_version"],
+                groups_per_step=self.groups_per_step,
+                max_staleness=self.max_staleness,
+                waiting=Counter([*running.values(), *finished]),
+            )
+        except RuntimeError as error:
+            raise ValueError(
+                f"the groups in flight can't be trained on in time with max_staleness="
+                f"{self.max_staleness} and groups_per_step={self.groups_per_step}, which are less "
+                f"than they were admitted with ({error}); go on with values as large as those"
+            ) from error
+        self.consumer_version = state["consumer_version"]
+        last = state["last_announced"]
+        self._last_announced = None if last is None else tuple(last)
+        self.running = running
+        self._announced = {group_id: now - age for group_id, _, age in state["running"]}
+        self.finished, self.reusable = groups["finished"], groups["reusable"]
+        self.ledger.load_state_dict(state["ledger"])
+        self._count_groups()
+
     def state_dict(self) -> dict[str, Any]:
         """Everything but the bounds, which belong to the configuration."""
-        return OrderedDict(
-            super().state_dict(),
-            consumer_version=self.consumer_version,
-            running=dict(self.running),
-            finished={group_id: astuple(group) for group_id, group in self.finished.items()},
-            last_announced=self._last_announced,
-        )
+        return OrderedDict(super().state_dict(), groups=self.groups_state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` gave."""
         super().load_state_dict(state_dict)
-        self.consumer_version = state_dict["consumer_version"]
-        self.running = dict(state_dict["running"])
-        self.finished = {
-            group_id: StoredGroup(*group) for group_id, group in state_dict["finished"].items()
-        }
-        self._last_announced = state_dict["last_announced"]
+        self.load_groups_state(state_dict["groups"])
 
     def __repr__(self) -> str:
         return (
@@ -196,3 +319,57 @@ class StalenessSampler(ConsumingSampler):
             f"max_staleness={self.max_staleness}, on_stale={self.on_stale!r}, "
             f"consumer_version={self.consumer_version})"
         )
+
+
+def _decrease(counter: Counter[int], key: int) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+
+
+def _lags(step: int, groups: list[StoredGroup]) -> dict[str, Any]:
+    tokens: Counter[int] = Counter()
+    for group in groups:
+        for version, count in group.token_versions.items():
+            tokens[step - version] += count
+    rows = [(group.delivered_at, oldest) for group in groups for oldest in group.oldest]
+    return {
+        **lag_figures("token", tokens),
+        **lag_figures("sample", Counter(step - oldest for _, oldest in rows)),
+        # A sample's lag is what it has gathered while it was sampled, and then waiting here.
+        **lag_figures("flight", Counter(delivered - oldest for delivered, oldest in rows)),
+        **lag_figures("queue", Counter(step - delivered for delivered, _ in rows)),
+        "lag_histogram": dict(sorted(tokens.items())),
+    }
+
+
+def _seconds(groups: Iterable[StoredGroup]) -> dict[str, float]:
+    now = time.monotonic()
+    figures = {}
+    for name, seconds in (
+        ("flight_s", [group.flight_s for group in groups]),
+        ("queue_s", [now - group.arrived for group in groups]),
+    ):
+        figures[f"{name}_mean"] = sum(seconds) / len(seconds)
+        figures[f"{name}_max"] = max(seconds)
+    return figures
+
+
+def _pack(group_id: int, group: StoredGroup, now: float) -> dict[str, Any]:
+    return {
+        "id": group_id,
+        **vars(group),
+        "token_versions": list(map(list, group.token_versions.items())),
+        "arrived": now - group.arrived,
+    }
+
+
+def _unpack(
+    packed: dict[str, Any], now: float, slots: Mapping[int, torch.Tensor] | None
+) -> StoredGroup:
+    values = {name: value for name, value in packed.items() if name != "id"}
+    values["index"] = values["index"] if slots is None else slots[packed["id"]]
+    values["token_versions"] = dict(map(tuple, packed["token_versions"]))
+    values["oldest"] = tuple(packed["oldest"])
+    values["arrived"] = now - packed["arrived"]
+    return StoredGroup(**values)
