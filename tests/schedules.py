@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from torchrl_llm_async.deadlines import check_deadlines, select_groups
 from torchrl_llm_async.ledger import Ledger
@@ -21,8 +22,9 @@ class Run:
         self.ledger = Ledger()
         self.total_steps, self.publish_every, self.drop = total_steps, publish_every, drop
         self.step, self.next_id = 0, 0
-        self.running, self.finished, self.consumed = {}, {}, {}
+        self.running, self.finished, self.consumed, self.rejected = {}, {}, {}, {}
         self.dropped = []
+        self.most_in_flight = (max_staleness + 1) * groups_per_step
 
     def admit(self):
         start = self.controller.admit(self.next_id)
@@ -36,13 +38,15 @@ class Run:
         assert self.controller.finish(group_id)
 
     def reject(self, group_id):
-        del self.running[group_id]
+        self.rejected[group_id] = self.running.pop(group_id)
         self.ledger.reject(group_id, "test")
         assert self.controller.reject(group_id, "test")
 
     def publish(self):
+        """Serves the newest version that was published."""
         last = self.step == self.total_steps
-        self.controller.serve(self.step if last else self.step - self.step % self.publish_every)
+        version = self.step if last else self.step - self.step % self.publish_every
+        self.controller.serve(max(version, self.controller.served_version))
 
     def train(self):
         """One training step; its groups, or None if its batch is not there."""
@@ -69,6 +73,10 @@ class Run:
                 self.ledger.drop(group_id, "stale")
                 assert self.controller.drop(group_id, "stale")
                 assert not self.controller.reject(group_id, "stale")  # its producer ends it
+            # Messages cross: of these the consumer might not have heard yet.
+            for group_id in [g for g, start in self.rejected.items() if start + eta <= self.step]:
+                assert not self.controller.drop(group_id, "stale")
+                del self.rejected[group_id]
         self.step += 1
         return chosen
 
@@ -80,34 +88,48 @@ class Run:
         assert ledger["running"] == len(self.running)
         assert ledger["accepted"] == len(self.finished) + len(self.consumed)
         assert ledger["dropped"] == len(self.dropped)
+        in_flight = len(self.in_flight())
+        assert in_flight <= self.most_in_flight
         eta, batch = self.bounds["max_staleness"], self.bounds["groups_per_step"]
-        assert len(self.running) + len(self.finished) <= (eta + 1) * batch
-        assert self.controller.capacity() >= 0
+        fed = min(self.controller.served_version + eta + 1, self.total_steps)
+        assert self.controller.capacity() == max((fed - self.step) * batch - in_flight, 0)
 
     # ------------------------------------------------------------------ checkpoints
     def cut(self) -> str:
         """Everything, as a checkpoint has it."""
-        own = ("step", "next_id", "running", "finished", "consumed", "dropped")
+        own = ("step", "next_id", "running", "finished", "consumed", "rejected", "dropped")
         return json.dumps(
             {
+                "bounds": self.bounds,
+                "publish_every": self.publish_every,
                 "controller": self.controller.state_dict(),
                 "ledger": self.ledger.state_dict(),
                 **{name: getattr(self, name) for name in own},
             }
         )
 
-    def resume(self, cut: str) -> None:
-        """Forgets what came after the cut, as if by other processes that start from it."""
+    @classmethod
+    def resumed(cls, cut: str, total_steps: int, drop: bool, **bounds: int) -> Run:
+        """Another run, of other processes, that goes on from a cut; by default with its bounds.
+
+        Raises:
+            RuntimeError: with these bounds some deadline could not be met.
+        """
         state = json.loads(cut)
-        self.step, self.next_id = state["step"], state["next_id"]
-        for name in ("running", "finished", "consumed"):
-            setattr(self, name, {int(group_id): v for group_id, v in state[name].items()})
-        self.dropped = state["dropped"]
-        self.controller = StalenessController(**self.bounds, total_steps=self.total_steps)
-        self.controller.load_state_dict(state["controller"], step=self.step)
-        self.ledger = Ledger()
-        self.ledger.load_state_dict(state["ledger"])
-        waiting = {}
-        for start in (*self.running.values(), *self.finished.values()):
-            waiting[start] = waiting.get(start, 0) + 1
-        check_deadlines(self.step, **self.bounds, waiting=waiting)
+        run = cls(
+            **{**state["bounds"], "publish_every": state["publish_every"], **bounds},
+            total_steps=total_steps,
+            drop=drop,
+        )
+        run.step, run.next_id, run.dropped = state["step"], state["next_id"], state["dropped"]
+        for name in ("running", "finished", "consumed", "rejected"):
+            setattr(run, name, {int(group_id): v for group_id, v in state[name].items()})
+        check_deadlines(run.step, **run.bounds, waiting=Counter(run.in_flight()))
+        run.most_in_flight = max(run.most_in_flight, len(run.in_flight()))
+        run.controller.load_state_dict(state["controller"], step=run.step)
+        run.ledger.load_state_dict(state["ledger"])
+        return run
+
+    def in_flight(self) -> list[int]:
+        """Start versions of the groups that are admitted, and not consumed or refunded."""
+        return [*self.running.values(), *self.finished.values()]

@@ -52,8 +52,12 @@ def test_random_lives_against_plain_sets():
             "dropped": len(states["dropped"]),
             "consumed": len(states["consumed"]),
         }
-    for version, row in ledger.by_version().items():
-        here = {group for group, start in starts.items() if start == version}
+    rows = ledger.by_version()
+    assert -1 in rows and len(rows) > 100
+    for version, row in rows.items():
+        here = {
+            group for group, start in starts.items() if (start if start in rows else -1) == version
+        }
         assert row["submitted"] == len(here)
         assert row["consumed"] == len(here & states["consumed"])
         assert row["running"] == len(here & states["running"])
@@ -69,10 +73,12 @@ def test_a_count_that_is_off_is_caught():
         state = ledger.state_dict()
         change(state)
         ledger.load_state_dict(state)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match=r"add up|by reason"):
             ledger.counts()
 
     wrong(lambda state: state["submitted"].pop())
+    wrong(lambda state: state["submitted"].pop(0))
+    wrong(lambda state: state["submitted"].reverse() or state["submitted"].append([0, 2]))
     wrong(lambda state: state["consumed"].append([1, 1]))
     wrong(lambda state: state["running"].append([7, 0]))
     wrong(lambda state: state["reasons"].clear())
@@ -99,9 +105,9 @@ def test_it_does_not_grow_with_the_groups_or_for_ever_with_the_versions():
         ledger.submit(group_id, group_id // 2)
         if group_id != 10:  # one that never ends
             ledger.accept(group_id), ledger.consume(group_id)
-    assert len(ledger.by_version()) <= 1003
+    assert len(ledger.by_version()) <= 103
     assert ledger.by_version()[5] == dict(
         submitted=2, running=1, accepted=1, rejected=0, dropped=0, consumed=1
     )
     assert ledger.counts()["submitted"] == 20_000 and ledger.counts()["consumed"] == 19_999
-    assert len(json.dumps(ledger.state_dict())) < 50_000
+    assert len(json.dumps(ledger.state_dict())) < 5_000

@@ -55,8 +55,7 @@ def simulate(lengths, max_staleness, groups_per_step, engines, slots, every, *, 
         if not training and run.step < steps and run.train() is not None:
             training = True
             after(rng.expovariate(2.0), "trained", 0)
-            if run.step % 100 == 0:
-                run.check()
+            run.check()
         assert events, f"deadlock at step {run.step}"
         now, _, what, which = heapq.heappop(events)
         if what == "trained":

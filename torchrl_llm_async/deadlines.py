@@ -8,6 +8,7 @@ wall; who waits for a step to become ready is the replay buffer's affair.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -24,6 +25,29 @@ def check_bounds(groups_per_step: int, max_staleness: int) -> None:
         raise ValueError(f"max_staleness is {max_staleness}; it must be 0 (on-policy) or more")
 
 
+def least_staleness(step: int, *, groups_per_step: int, waiting: Mapping[int, int]) -> int:
+    """The smallest ``max_staleness`` with which consuming from ``step`` on meets every deadline.
+
+    In the order of start versions n groups take ceil(n / B) steps; no other order is better.
+
+    Args:
+        step: the step that consumes next.
+        groups_per_step: groups one step consumes, B.
+        waiting: number of groups not yet consumed, by start version.
+
+    Examples:
+        >>> least_staleness(5, groups_per_step=2, waiting={4: 3, 5: 1})  # 4, 4 at 5; 4, 5 at 6
+        2
+    """
+    least, due = 0, 0
+    for start in sorted(waiting):
+        due += waiting[start]
+        if due:
+            last_step = step - 1 + math.ceil(due / groups_per_step)
+            least = max(least, last_step - start)
+    return least
+
+
 def check_deadlines(
     step: int, *, groups_per_step: int, max_staleness: int, waiting: Mapping[int, int]
 ) -> None:
@@ -36,19 +60,16 @@ def check_deadlines(
         waiting: number of groups not yet consumed, by start version.
 
     Raises:
-        RuntimeError: for some j more than (j - step + 1) * B groups are due by step j.
+        RuntimeError: they can't; and what ``max_staleness`` would do.
     """
-    due = 0
-    for start in sorted(waiting):
-        due += waiting[start]
-        steps = max(start + max_staleness - step + 1, 0)
-        if due > steps * groups_per_step:
-            raise RuntimeError(
-                f"at step {step}, {due} groups are due by step {start + max_staleness}, but only "
-                f"{steps * groups_per_step} can be consumed by then: more groups were admitted "
-                f"than max_staleness={max_staleness} and groups_per_step={groups_per_step} allow; "
-                "give the controller and the buffer the same values"
-            )
+    least = least_staleness(step, groups_per_step=groups_per_step, waiting=waiting)
+    if least > max_staleness:
+        raise RuntimeError(
+            f"more groups were admitted than step {step} and those after it can consume in time "
+            f"with max_staleness={max_staleness} and groups_per_step={groups_per_step}: "
+            f"{dict(sorted(waiting.items()))} by start version; they take a max_staleness of at "
+            f"least {least}. Give the controller and the buffer the same values"
+        )
 
 
 def is_ready(
@@ -85,10 +106,14 @@ def is_ready(
         >>> is_ready(1, **rule, finished={0: 1, 1: 1}, running={0: 1})  # one of version 0 is due
         False
     """
-    bounds = dict(groups_per_step=groups_per_step, max_staleness=max_staleness)
     left_over = Counter(running)
     left_over.update(finished)
-    check_deadlines(step, **bounds, waiting=left_over)
+    check_deadlines(
+        step,
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        waiting=left_over,
+    )
     to_take = groups_per_step
     for start in sorted(finished):
         taken = min(finished[start], to_take)
@@ -98,12 +123,9 @@ def is_ready(
             break
     if to_take:
         return False
-    due = 0
-    for start in sorted(left_over):
-        due += left_over[start]
-        if due > max(start + max_staleness - step, 0) * groups_per_step:
-            return False
-    return True
+    # None is allowed to be due by now, B by the next step, and so on.
+    least = least_staleness(step + 1, groups_per_step=groups_per_step, waiting=left_over)
+    return least <= max_staleness
 
 
 def select_groups(

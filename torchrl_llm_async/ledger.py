@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 _ENDS = ("consumed", "rejected", "dropped")
-_ROWS = 1000
+_ROWS = 100  # so many versions have a row of their own
 
 
 class Ledger:
@@ -21,7 +21,7 @@ class Ledger:
     consumed remain accepted: submitted = running + accepted + rejected + dropped.
 
     Groups are known by id as long as they are running, or accepted and not consumed. Of the others
-    a row of counts remains for each of the last 1,000 start versions, and one for all before, under
+    a row of counts remains for each of the last 100 start versions, and one for all before, under
     version -1.
 
     Examples:
@@ -73,22 +73,45 @@ class Ledger:
         """Number of groups submitted, in each state, and consumed.
 
         Raises:
-            RuntimeError: they do not add up, in all, by version or by reason.
+            RuntimeError: as :meth:`check`.
         """
-        by_version = self.by_version()
-        total: Counter[str] = Counter()
-        for version, row in by_version.items():
-            if row["submitted"] != sum(row[k] for k in ("running", "accepted", *_ENDS[1:])):
-                raise RuntimeError(f"the ledger does not add up for version {version}: {row}")
-            total.update(row)
+        self.check()
+        ended = {end: self._ended[end].total() for end in _ENDS}
+        return {
+            "submitted": self._submitted.total(),
+            "running": len(self._running),
+            "accepted": len(self._waiting) + ended["consumed"],
+            "rejected": ended["rejected"],
+            "dropped": ended["dropped"],
+            "consumed": ended["consumed"],
+        }
+
+    def check(self) -> None:
+        """Compares the groups submitted with those under way and those ended, which are kept apart.
+
+        Raises:
+            RuntimeError: they do not add up for some version, or the ended ones by reason.
+        """
+        found = Counter(self._running.values())
+        found.update(self._waiting.values())
+        for ended in self._ended.values():
+            found.update(ended)
+        if found != self._submitted:
+            off = sorted(v for v in {*found, *self._submitted} if found[v] != self._submitted[v])
+            raise RuntimeError(
+                "the ledger does not add up for groups of "
+                + ", ".join(f"version {v}: {found[v]} of {self._submitted[v]}" for v in off)
+            )
         for end in ("rejected", "dropped"):
-            if total[end] != sum(n for (kind, _), n in self._reasons.items() if kind == end):
-                raise RuntimeError(f"{total[end]} groups {end}, but reasons are {self._reasons}")
-        names = ("submitted", "running", "accepted", *_ENDS[1:], "consumed")
-        return {name: total[name] for name in names}
+            count = sum(n for (kind, _), n in self._reasons.items() if kind == end)
+            if count != self._ended[end].total():
+                raise RuntimeError(
+                    f"{self._ended[end].total()} groups were {end}, but by reason {count}: "
+                    f"{dict(self._reasons)}"
+                )
 
     def by_version(self) -> dict[int, dict[str, int]]:
-        """The same counts for each start version."""
+        """The same counts for each start version; -1 stands for all that have no row any more."""
         running = Counter(self._running.values())
         waiting = Counter(self._waiting.values())
         consumed = self._ended["consumed"]

@@ -3,8 +3,7 @@
 Owns :class:`StalenessController`. With the rule of consumption (:mod:`.deadlines`) it keeps the lag
 of every training sample within ``max_staleness``: the consuming step minus the oldest version among
 the sample's tokens, none of which is older than the version served when its group was admitted.
-Knows no clock, no data, no engine, and nothing here blocks: who waits, and on what, is the business
-of the collector and of the replay buffer.
+Knows no clock, no data and no engine; who waits is the affair of collector and replay buffer.
 
 The rule is that of AReaL (arXiv:2505.24298, section 5.1): with N_r trajectories submitted so far,
 floor((N_r - 1) / B) <= i + eta. On its own it bounds the lag only if data are consumed in order of
@@ -71,10 +70,9 @@ class StalenessController:
         self._served_version = 0
         self._last_admitted: int | None = None
         self._running: dict[int, int] = {}  # start version by id
-        # Refunded groups that may be heard of again: dropped ones until their producer ends them,
-        # others, by id and start version, until the step of their deadline may have dropped them.
+        # Refunded, and may be heard of again: from the producer, or from the consumer.
         self._dropped: set[int] = set()
-        self._refunded: dict[int, int] = {}
+        self._refunded: dict[int, int] = {}  # start version by id
         self._submitted = self._accepted = 0
         self._rebased = 0  # added to the groups counted, since B was another before a resume
         self._reasons: Counter[tuple[str, str]] = Counter()  # of refunds, by (state, reason)
@@ -94,8 +92,9 @@ class StalenessController:
             if version < self._served_version:
                 raise ValueError(f"version {version} cannot be served after {self._served_version}")
             self._served_version = version
-            over = version - self.max_staleness - 1
-            self._refunded = {i: start for i, start in self._refunded.items() if start >= over}
+            # The step of a group's deadline may drop it, but not after it has published.
+            due = version - self.max_staleness
+            self._refunded = {i: start for i, start in self._refunded.items() if start >= due}
 
     def capacity(self) -> int:
         """Number of groups that may be admitted now."""
@@ -139,7 +138,7 @@ class StalenessController:
             ValueError: the group is not running.
         """
         with self._lock:
-            if self._ends_dropped(group_id):
+            if self._was_refunded(group_id):
                 return False
             self._leave_running(group_id, "finished")
             self._accepted += 1
@@ -154,7 +153,7 @@ class StalenessController:
             ValueError: the group is not running.
         """
         with self._lock:
-            if self._ends_dropped(group_id):
+            if self._was_refunded(group_id):
                 return False
             self._refunded[group_id] = self._leave_running(group_id, "rejected")
             self._reasons["rejected", reason] += 1
@@ -184,8 +183,8 @@ class StalenessController:
         """Number of groups submitted, and in each state; a RuntimeError if they do not add up."""
         with self._lock:
             states = {"running": len(self._running), "accepted": self._accepted}
-            for state in ("rejected", "dropped"):
-                states[state] = sum(n for (kind, _), n in self._reasons.items() if kind == state)
+            for end in ("rejected", "dropped"):
+                states[end] = sum(n for (kind, _), n in self._reasons.items() if kind == end)
             if sum(states.values()) != self._submitted:
                 raise RuntimeError(f"{self._submitted} groups were submitted, but {states}")
             return {"submitted": self._submitted, **states}
@@ -214,9 +213,9 @@ class StalenessController:
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
         """Restores what :meth:`state_dict` gave, in a run that goes on with step ``step``.
 
-        With another ``groups_per_step`` B' than B then, the groups consumed count as ``step * B'``
-        instead of ``step * B``, so that those in flight take the same room as ever. Whether their
-        deadlines can still be met is the consumer's to say (:func:`.check_deadlines`).
+        With another ``groups_per_step`` B', the groups consumed count as ``step * B'``: those in
+        flight take the same room as before. Whether their deadlines, start version + the new
+        ``max_staleness``, can be met is the consumer's to say (:func:`.check_deadlines`).
         """
         with self._lock:
             self._served_version = state["served_version"]
@@ -225,8 +224,8 @@ class StalenessController:
             self._refunded = dict(map(tuple, state["refunded"]))
             self._dropped = set(state["dropped"])
             self._submitted, self._accepted = state["submitted"], state["accepted"]
-            more = self.groups_per_step - state["groups_per_step"]
-            self._rebased = state["rebased"] + step * more
+            self._rebased = state["rebased"]
+            self._rebased += step * (self.groups_per_step - state["groups_per_step"])
             self._reasons = Counter({(kind, why): n for kind, why, n in state["reasons"]})
 
     def _capacity(self) -> int:
@@ -234,12 +233,13 @@ class StalenessController:
         if self.total_steps is not None:
             steps = min(steps, self.total_steps)
         counted = len(self._running) + self._accepted + self._rebased
-        return steps * self.groups_per_step - counted
+        return max(steps * self.groups_per_step - counted, 0)  # less, if bounds have shrunk
 
-    def _ends_dropped(self, group_id: int) -> bool:
-        is_so = group_id in self._dropped
-        self._dropped.discard(group_id)
-        return is_so
+    def _was_refunded(self, group_id: int) -> bool:
+        if group_id not in self._dropped:
+            return group_id in self._refunded
+        self._dropped.remove(group_id)  # a producer ends a group once
+        return True
 
     def _leave_running(self, group_id: int, verb: str) -> int:
         if group_id not in self._running:
