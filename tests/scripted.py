@@ -65,6 +65,7 @@ class ScriptedEngine:
         self.length, self.ticks, self.refuse = length, ticks, refuse
         self.die_after, self.die_once_at = die_after, die_once_at
         self.sampled = 0  # tokens, in all
+        self.answers: dict[str, Generation] = {}  # running ones, as far as they are
         self._answers = 0
         self._alive = False
 
@@ -79,7 +80,7 @@ class ScriptedEngine:
     ) -> Generation:
         self.check_health()
         tokens = ([20] * self.length + [EOS])[: sampling.max_new_tokens]
-        answer = partial or Generation([], [], [], "abort")
+        answer = self.answers[request_id] = partial or Generation([], [], [], "abort")
         for token in tokens[len(answer.token_ids) :]:
             for _ in range(self.ticks):
                 await asyncio.sleep(0)
@@ -91,11 +92,17 @@ class ScriptedEngine:
                 raise EngineDeadError("the engine died, as told", answer)
             self.sampled += 1
             answer = answer.followed_by(Generation([token], [-0.5], [self._version], "abort"))
+            self.answers[request_id] = answer
+        del self.answers[request_id]
         self._answers += 1
         if self.die_after is not None and self._answers > self.die_after:
             self._alive = False
             raise EngineDeadError("the engine died, as told")
         return replace(answer, finish_reason="stop" if tokens[-1] == EOS else "length")
+
+    def partial_answer(self, request_id: str) -> Generation | None:
+        answer = self.answers.get(request_id)
+        return answer if answer is not None and answer.token_ids else None
 
     async def update_weights(self, version: int, path: Path) -> None:
         self.check_health()

@@ -106,6 +106,7 @@ class Engine:
         self.life = 0
         self.calls: list[str] = []
         self.running: dict[str, int] = {}
+        self.answers: dict[str, Generation] = {}
         self.request_ids: list[str] = []
         self.starts_since_answer = 0
 
@@ -164,12 +165,17 @@ class Engine:
                     if not self.silent and not self.paused:
                         drawn = token(prompt_ids, position), log_prob(self.weights, position)
                         drawn = Generation([drawn[0]], [drawn[1]], [self.version], "abort")
-                        answer = answer.followed_by(drawn)
+                        answer = self.answers[request_id] = answer.followed_by(drawn)
                     continue
                 self.starts_since_answer = 0
                 return Generation(answer.token_ids, answer.log_probs, answer.versions, reason)
         finally:
             del self.running[request_id]
+            self.answers.pop(request_id, None)
+
+    def partial_answer(self, request_id):
+        answer = self.answers.get(request_id)
+        return answer if answer is not None and answer.token_ids else None
 
     async def update_weights(self, version: int, path: Path) -> None:
         self.check_health()

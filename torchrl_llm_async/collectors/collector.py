@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Literal
@@ -27,15 +27,30 @@ from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.weight_update import WeightSyncScheme
 
+from torchrl_llm_async.checkpoint.tree import Tree
 from torchrl_llm_async.collectors import host as _host
 from torchrl_llm_async.collectors.evaluation import Evaluation
-from torchrl_llm_async.collectors.rollouts import GroupFilter, RolloutConfig, RolloutStats
+from torchrl_llm_async.collectors.settings import GroupFilter, RolloutConfig, RolloutStats
 from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
+from torchrl_llm_async.data.snapshot import BufferSnapshot
 from torchrl_llm_async.data.trajectory import stack_group
-from torchrl_llm_async.deadlines import check_bounds
 from torchrl_llm_async.engines import EnginePool, GenerationEngine, SamplingConfig
 
 _STOP_SECONDS = 8.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The collector and its replay buffer at one instant.
+
+    Args:
+        collector: for :meth:`AsyncLLMCollector.load_state_dict`; a tree of plain values, arrays and
+            tensors, for :func:`~torchrl_llm_async.checkpoint.save_tree`.
+        buffer: the replay buffer's snapshot, if there is one.
+    """
+
+    collector: Tree
+    buffer: BufferSnapshot | None
 
 
 class RemoteTraceback(Exception):
@@ -142,24 +157,8 @@ class AsyncLLMCollector(BaseCollector):
         weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
     ):
         super().__init__()
-        for name, value in (
-            ("group_size", group_size),
-            ("groups_per_step", groups_per_step),
-            ("max_concurrent_groups", max_concurrent_groups),
-            ("max_turns", max_turns),
-            ("env_workers", env_workers),
-            ("max_failures", max_failures),
-            ("max_rejections", max_rejections),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if step_timeout <= 0:
-            raise ValueError(f"step_timeout is {step_timeout}; it must be a number of seconds")
-        if step_retries < 0:
-            raise ValueError(f"step_retries is {step_retries}; it must be 0 (none) or more")
         if host not in ("process", "thread"):
             raise ValueError(f"host is {host!r}; it must be 'process' or 'thread'")
-        check_bounds(groups_per_step, max_staleness)
         self._config = RolloutConfig(
             make_env=create_env_fn,
             tokenizer_path=str(tokenizer),
@@ -198,6 +197,8 @@ class AsyncLLMCollector(BaseCollector):
         self._stats = RolloutStats()
         self._served_version = 0
         self._stopping = False
+        self._state: Tree = None  # of the run to go on with
+        self._dropped: list[tuple[int, str]] = []
 
     # ------------------------------------------------------------------ life
     def start(self) -> None:
@@ -206,7 +207,7 @@ class AsyncLLMCollector(BaseCollector):
             raise RuntimeError("the collector was started already")
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        args = (theirs, self._config, self._engine)
+        args = (theirs, self._config, self._engine, self._state)
         if self._host_kind == "process":
             host = context.Process(target=_host.run_in_process, args=args, name="collector")
             host.start()
@@ -337,10 +338,14 @@ class AsyncLLMCollector(BaseCollector):
                     self._groups.put(rows)
             case ("served", version, stats):
                 self._served_version, self._stats = version, stats
+                self._check_ledger(stats)
             case ("rejected", group_id, reason, stats):
                 self._stats = stats
                 if self.replay_buffer is not None:
                     self.replay_buffer.retract(group_id, reason)
+            case ("cut", tag, state):
+                # Now: all that was sent before is in the buffer, and nothing of what comes.
+                self._asked.pop(tag).set_result(self._complete(state))
             case ("answer", tag, value):
                 self._asked.pop(tag).set_result(value)
             case ("failed", tag, error, text):
@@ -404,6 +409,7 @@ class AsyncLLMCollector(BaseCollector):
     # ------------------------------------------------------------------ while it runs
     def drop(self, group_id: int, reason: str) -> None:
         """Gives a group up, and admits another: the buffer's ``on_drop``."""
+        self._dropped.append((group_id, reason))
         self._command("drop", group_id, reason)
 
     def pause(self) -> AbstractContextManager:
@@ -485,10 +491,55 @@ class AsyncLLMCollector(BaseCollector):
         self._config = replace(self._config, seed=seed)
         return seed
 
+    # ------------------------------------------------------------------ checkpoints
+    def cut(self, timeout: float = 60.0) -> Cut:
+        """The state of collector and replay buffer at one instant, while generation goes on.
+
+        Groups in flight are in it with all that is sampled of them: a resumed run asks the engines
+        only for the rest. Without a replay buffer, groups that have come and not been iterated
+        over are not in it.
+
+        Raises:
+            TimeoutError: the collector does not answer.
+            TypeError: an environment's observation can't be written to a checkpoint.
+            Exception: whatever ended the collector.
+        """
+        return self._ask("cut").result(timeout)
+
+    def _complete(self, state: Tree) -> Cut:
+        """What the trainer's side knows of the same instant."""
+        buffer = None if self.replay_buffer is None else self.replay_buffer.snapshot()
+        # Told to give up, but not heard yet.
+        state["pending_drops"] = [list(drop) for drop in self._dropped[state.pop("drops_heard") :]]
+        step = self._served_version if buffer is None else self.replay_buffer.consumer_version
+        return Cut({**state, "step": step}, buffer)
+
+    def _check_ledger(self, stats: RolloutStats) -> None:
+        """Raises if the collector and the buffer, after the same messages, count differently."""
+        if self.replay_buffer is None:
+            return
+        theirs, ours = vars(stats), self.replay_buffer.ledger()
+        # With drops, which travel the other way, only the sum is the same at every instant.
+        names = ("submitted", "running", "accepted", "rejected")
+        names = names[:1] if self._dropped or ours["dropped"] else names
+        if any(theirs[name] != ours[name] for name in names):
+            found = {name: theirs[name] for name in names}
+            raise RuntimeError(f"the collector counts {found} groups, the replay buffer {ours}")
+
     def state_dict(self) -> OrderedDict:
-        """The seed; neither the position among the prompts nor what is in flight, yet."""
-        return OrderedDict(seed=self._config.seed)
+        """The collector's part of :meth:`cut`; before :meth:`start`, the seed."""
+        return OrderedDict(
+            {"seed": self._config.seed} if self._host is None else self.cut().collector
+        )
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
-        """Restores the seed; before :meth:`start` only."""
+        """Has :meth:`start` go on where the state was taken.
+
+        Start it, then publish the weights of the version that is trained: groups in flight are
+        taken up, and others admitted, once the engines serve a version as new as those did.
+        The replay buffer is restored by its own :meth:`.StalenessReplayBuffer.loads`, before.
+        """
         self.set_seed(state_dict["seed"])
+        if "controller" in state_dict:
+            self._state = dict(state_dict)
+            self._yielded = state_dict["controller"]["accepted"]

@@ -42,6 +42,7 @@ class Conversation:
         token_ids: the whole conversation; its part up to any answer never changes again.
         prompt: the first prompt as text.
         prompt_length: number of tokens of the first prompt.
+        observation: what the environment said last.
 
     Examples:
         >>> conversation = Conversation(tokenizer, env.reset())
@@ -58,7 +59,7 @@ class Conversation:
                 "(1,) (TorchRL's num_envs=1) or ()"
             )
         self._tokenizer = tokenizer
-        self._observation = observation
+        self.observation = observation
         self.mode = _input_mode(observation)
         self._messages = _read_messages(observation) if self.mode == "history" else []
         self.token_ids: list[int] = []
@@ -100,7 +101,7 @@ class Conversation:
         self.token_ids.extend(token_ids)
         self._end_of_turn = self._special_text(token_ids[-1:])
         self._answer = self._decode(token_ids[:-1] if self._end_of_turn else token_ids)
-        action = self._observation.copy()
+        action = self.observation.copy()
         if action.ndim:
             # torchrl 0.14's AddThinkingPrompt fails on a longer history in a dense tensordict.
             action = action.to_lazystack(0)
@@ -141,8 +142,8 @@ class Conversation:
             self._observe_tokens(_read_tokens(observation))
         else:
             self._observe_text(_read_text(observation))
-        former = self._observation.exclude(*observation.keys())
-        self._observation = observation.exclude("reward").update(former)
+        former = self.observation.exclude(*observation.keys())
+        self.observation = observation.exclude("reward").update(former)
 
     def _observe_messages(self, messages: list[dict[str, Any]]) -> None:
         """Takes what the template writes after the answer's content, whatever it made of that.

@@ -2,7 +2,8 @@
 
 Owns which tokens were sampled, by which version and at what log-probability, and what ends the
 conversation. How text becomes tokens is :mod:`.conversation`'s affair, how the environment is
-stepped :mod:`.env_pool`'s, groups are :mod:`.rollouts`'.
+stepped :mod:`.env_pool`'s, what a checkpoint keeps of it :mod:`.state`'s, groups are
+:mod:`.rollouts`'.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tensordict import TensorDictBase
 
 from torchrl_llm_async.collectors.conversation import Conversation
 from torchrl_llm_async.collectors.env_pool import EnvPool, EpisodeError
+from torchrl_llm_async.collectors.state import Progress
 from torchrl_llm_async.data.trajectory import Trajectory
 from torchrl_llm_async.engines import Generation, GenerationEngine, SamplingConfig
 
@@ -32,6 +34,7 @@ async def run_episode(
     index: int,
     start_version: int,
     expected_tokens: int | None = None,
+    progress: Progress | None = None,
 ) -> Trajectory:
     """Answers one problem, until the environment or a limit ends the conversation.
 
@@ -48,6 +51,8 @@ async def run_episode(
         start_version: version served when the group was admitted.
         expected_tokens: how long the answer is expected to be, for an
             :class:`~torchrl_llm_async.engines.EnginePool` to spread long ones.
+        progress: is kept up to date; answers that it has recorded are not asked for again, and the
+            environment is stepped with them.
 
     Returns:
         The trajectory. It ends with a sampled token: what the environment says after the last
@@ -63,19 +68,25 @@ async def run_episode(
     record = _Record(conversation.prompt_length)
     rewards: list[float] = []
     routing = {} if expected_tokens is None else {"expected_tokens": expected_tokens}
+    progress = Progress() if progress is None else progress
     async with env_pool.lease(stateful=max_turns > 1) as env:
         for turn in range(max_turns):
             if len(conversation.token_ids) >= engine.max_model_len:
                 ended_by = "context"
                 break
             request_id = f"{name}{group_id}-{index}-{turn}"
-            generation = await engine.generate(
-                conversation.token_ids,
-                sampling,
-                request_id=request_id,
-                seed=request_seed(seed, group_id, index, turn),
-                **routing,
-            )
+            generation = progress.recall(conversation.token_ids)
+            if generation is None or generation.finish_reason == "abort":
+                progress.request_id = request_id
+                generation = await engine.generate(
+                    conversation.token_ids,
+                    sampling,
+                    request_id=request_id,
+                    seed=request_seed(seed, group_id, index, turn),
+                    partial=generation,
+                    **routing,
+                )
+            progress.record(generation)
             if generation.finish_reason == "abort":
                 raise EpisodeError(f"somebody aborted {request_id} in the engine", "aborted")
             if not np.isfinite(generation.log_probs).all():

@@ -23,7 +23,7 @@ from torchrl_llm_async.engines import EnginePool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchrl_llm_async.collectors.rollouts import RolloutConfig
+    from torchrl_llm_async.collectors.settings import RolloutConfig
 
 
 @dataclass

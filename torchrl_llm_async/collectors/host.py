@@ -5,13 +5,13 @@ the loop reaches the other side as an exception with its traceback, and a side t
 by the end of the pipe. Owns no rollout logic.
 
 Messages down: ``("weights", tag, version, path)`` and ``("evaluate", tag)``, carried out in their
-order; ``("drop", group_id, reason)``, ``("pause", tag)``, ``("resume", tag)``,
+order; ``("drop", group_id, reason)``, ``("cut", tag)``, ``("pause", tag)``, ``("resume", tag)``,
 ``("add_engine", tag, engine)``, ``("remove_engine", tag, index)`` and ``("stop",)``, which don't
 wait for those.
 Messages up: ``("ready", version)``, ``("admitted", group_id, start_version)``,
 ``("group", trajectories, stats)``, ``("rejected", group_id, reason, stats)``,
-``("served", version, stats)``, ``("answer", tag, value)``, ``("failed", tag, exception,
-traceback)``, ``("stopped",)``, ``("error", exception, traceback)``.
+``("served", version, stats)``, ``("cut", tag, state)``, ``("answer", tag, value)``,
+``("failed", tag, exception, traceback)``, ``("stopped",)``, ``("error", exception, traceback)``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ from pathlib import Path
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_llm_async._lifetime import die_with_parent
-from torchrl_llm_async.collectors.rollouts import RolloutConfig, Rollouts
+from torchrl_llm_async.checkpoint.tree import Tree
+from torchrl_llm_async.collectors.rollouts import Rollouts
+from torchrl_llm_async.collectors.settings import RolloutConfig
 from torchrl_llm_async.engines import EnginePool
 
 
-def run_in_process(connection: Connection, config: RolloutConfig, engine: EnginePool) -> None:
+def run_in_process(
+    connection: Connection, config: RolloutConfig, engine: EnginePool, state: Tree
+) -> None:
     """Target of the collector's own process."""
     die_with_parent()
     if config.log_path is not None:
@@ -45,15 +49,15 @@ def run_in_process(connection: Connection, config: RolloutConfig, engine: Engine
     sys.setswitchinterval(0.0005)
     # Ctrl-C reaches the whole process group; the trainer decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    run(connection, config, engine)
+    run(connection, config, engine, state)
     # All is sent and closed; tearing down an interpreter that holds vLLM takes seconds.
     os._exit(0)
 
 
-def run(connection: Connection, config: RolloutConfig, engine: EnginePool) -> None:
+def run(connection: Connection, config: RolloutConfig, engine: EnginePool, state: Tree) -> None:
     """Serves one collector until it is told to stop or its pipe ends."""
     try:
-        asyncio.run(_serve(connection, config, engine))
+        asyncio.run(_serve(connection, config, engine, state))
         connection.send(("stopped",))
     except BaseException as error:
         with contextlib.suppress(OSError):  # The other side is gone: nobody is left to tell.
@@ -85,7 +89,9 @@ class _Stop(Exception):
     """Ends the tasks of a collector that was told to stop."""
 
 
-async def _serve(connection: Connection, config: RolloutConfig, engine: EnginePool) -> None:
+async def _serve(
+    connection: Connection, config: RolloutConfig, engine: EnginePool, state: Tree
+) -> None:
     # First the engine: while this process has no threads it may fork its core (seconds saved).
     await engine.start()
     rollouts = None
@@ -93,7 +99,7 @@ async def _serve(connection: Connection, config: RolloutConfig, engine: EnginePo
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
-        rollouts = Rollouts(config, engine, tokenizer, connection.send)
+        rollouts = Rollouts(config, engine, tokenizer, connection.send, state)
         connection.send(("ready", engine.version))
         await _work_until_told_to_stop(connection, rollouts)
     finally:
@@ -175,6 +181,10 @@ async def _control(
         match await inbox.get():
             case ("drop", group_id, reason):
                 rollouts.drop(group_id, reason)
+            case ("cut", tag):
+                # Nothing is awaited between the state and its sending, so that no message is
+                # both in it and before it.
+                await _answer(connection, tag, _cut(rollouts), kind="cut")
             case ("pause", tag):
                 await _answer(connection, tag, rollouts.pause())
             case ("resume", tag):
@@ -185,6 +195,10 @@ async def _control(
                 tasks.create_task(_answer(connection, tag, _remove_engine(engines, index)))
 
 
+async def _cut(rollouts: Rollouts) -> Tree:
+    return rollouts.state()
+
+
 async def _remove_engine(engines: EnginePool, index: int) -> None:
     live = engines.engines
     if not -len(live) <= index < len(live):
@@ -192,14 +206,16 @@ async def _remove_engine(engines: EnginePool, index: int) -> None:
     await engines.remove(live[index])
 
 
-async def _answer(connection: Connection, tag: int, coroutine: Coroutine) -> None:
+async def _answer(
+    connection: Connection, tag: int, coroutine: Coroutine, *, kind: str = "answer"
+) -> None:
     """Carries out what was asked; whoever asked gets the result, or the exception."""
     try:
         value = await coroutine
     except Exception as error:
         connection.send(("failed", tag, *_portable(error)))
     else:
-        connection.send(("answer", tag, value))
+        connection.send((kind, tag, value))
 
 
 def _print_to(path: Path) -> None:

@@ -1,7 +1,7 @@
 """The collector's loop: prompts in, finished groups out, generation never waiting for training.
 
-Owns the admission loop, the assembly of groups, what becomes of those that fail, and weight
-switches. How many may be admitted is the
+Owns the admission loop, the assembly of groups, what becomes of those that fail, weight switches,
+and the collector's state for a checkpoint. How many may be admitted is the
 :class:`~torchrl_llm_async.staleness.StalenessController`'s affair, a single trajectory
 :mod:`.episode`'s, environments and their threads :mod:`.env_pool`'s, held-out problems
 :mod:`.evaluation`'s, transport the host's (:mod:`.host`).
@@ -10,95 +10,76 @@ switches. How many may be admitted is the
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
+from torchrl_llm_async.checkpoint.tree import Tree
 from torchrl_llm_async.collectors.conversation import Conversation
-from torchrl_llm_async.collectors.env_pool import (
-    EnvPool,
-    EpisodeError,
-    OutOfTimeError,
-    StuckThreadsError,
-    WorkerThreads,
-)
+from torchrl_llm_async.collectors.env_pool import EnvPool, EpisodeError, WorkerThreads
 from torchrl_llm_async.collectors.episode import run_episode
 from torchrl_llm_async.collectors.evaluation import HeldOut
 from torchrl_llm_async.collectors.lengths import LengthPredictor
+from torchrl_llm_async.collectors.problems import Problems
+from torchrl_llm_async.collectors.settings import RolloutConfig, RolloutStats
+from torchrl_llm_async.collectors.state import (
+    Progress,
+    pack_problem,
+    pack_trajectory,
+    unpack_problem,
+    unpack_trajectory,
+)
 from torchrl_llm_async.data.trajectory import Trajectory
-from torchrl_llm_async.engines import EnginePool, SamplingConfig, WeightUpdateError
+from torchrl_llm_async.engines import EnginePool, WeightUpdateError
 from torchrl_llm_async.staleness import StalenessController
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GroupFilter = Callable[[Sequence[Trajectory]], str | None]
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """What a collector does; see :class:`.AsyncLLMCollector` for the meaning of each field."""
-
-    make_env: Callable[[], EnvBase]
-    tokenizer_path: str
-    sampling: SamplingConfig
-    group_size: int
-    groups_per_step: int
-    max_staleness: int
-    total_steps: int | None
-    max_concurrent_groups: int
-    max_turns: int
-    env_workers: int
-    step_timeout: float
-    step_retries: int
-    max_failures: int
-    max_rejections: int
-    group_filter: GroupFilter | None
-    longest_first: bool
-    seed: int
-    make_eval_env: Callable[[], EnvBase] | None
-    eval_problems: int
-    dump_path: Path | None
-    log_path: Path | None
-
 
 @dataclass
-class RolloutStats:
-    """Running totals since the start, in the units their names tell."""
+class _Group:
+    """A running group: its problem, and how far each of its members has come."""
 
-    groups: int = 0
-    samples: int = 0
-    sampled_tokens: int = 0
-    elapsed_s: float = 0.0
-    # Time in which the staleness bound left no room for another group.
-    waiting_for_trainer_s: float = 0.0
-    weight_update_s: float = 0.0
-    weight_updates_refused: int = 0
-    # Tokens of finished trajectories whose group was rejected.
-    rejected_tokens: int = 0
-    env_retries: int = 0
-    # Of answers whose engine died; see PoolStats.
-    engine_restarts: int = 0
-    resubmitted: int = 0
-    given_up: int = 0
-    kept_tokens: int = 0
-    discarded_tokens: int = 0
-    # The ledger: always submitted = running + accepted + rejected + dropped.
-    submitted: int = 0
-    running: int = 0
-    accepted: int = 0
-    rejected: int = 0
-    dropped: int = 0
-    # Rejected groups by reason.
-    reasons: dict[str, int] = field(default_factory=dict)
+    id: int
+    start_version: int
+    problem: Conversation
+    begun: dict[int, Progress] = field(default_factory=dict)
+    finished: dict[int, Trajectory] = field(default_factory=dict)
+    task: asyncio.Task | None = None
+
+    def state(self, engine: EnginePool) -> Tree:
+        members = {
+            index: pack_trajectory(self.finished[index])
+            if index in self.finished
+            else progress.state(engine)
+            for index, progress in self.begun.items()
+        }
+        return {
+            "id": self.id,
+            "start_version": self.start_version,
+            "problem": pack_problem(self.problem),
+            "members": [members.get(index, []) for index in range(max(members, default=-1) + 1)],
+        }
+
+    @classmethod
+    def restored(cls, state: Tree, tokenizer: PreTrainedTokenizerBase) -> _Group:
+        problem = unpack_problem(state["problem"], tokenizer)
+        group = cls(state["id"], state["start_version"], problem)
+        for index, member in enumerate(state["members"]):
+            group.begun[index] = Progress()
+            if isinstance(member, dict):
+                group.finished[index] = unpack_trajectory(member)
+            else:
+                group.begun[index] = Progress.restored(member)
+        return group
 
 
 class Rollouts:
@@ -110,6 +91,7 @@ class Rollouts:
         tokenizer: the policy's tokenizer.
         send: called with ``("admitted", group_id, start_version)``, then for each group with
             ``("group", trajectories, stats)`` or ``("rejected", group_id, reason, stats)``.
+        state: what :meth:`state` gave, to go on from there.
 
     Attributes:
         held_out: evaluates, if there is an environment for it.
@@ -122,6 +104,7 @@ class Rollouts:
         engine: EnginePool,
         tokenizer: PreTrainedTokenizerBase,
         send: Callable[[tuple], None],
+        state: Tree = None,
     ):
         self.config = config
         self.engine = engine
@@ -141,17 +124,29 @@ class Rollouts:
         self.weights = asyncio.Lock()
         self._changed = asyncio.Event()
         self._lengths = LengthPredictor() if config.longest_first else None
-        self._problems: list[Conversation] = []  # drawn and not yet begun, the next one last
+        self._problems = Problems(
+            self._envs,
+            tokenizer,
+            window=1 if self._lengths is None else config.groups_per_step,
+            expected_length=self._expected_length,
+            on_failure=self._count_failure,
+            state=None if state is None else state["problems"],
+        )
         self._published = (0, 0)  # the last two versions heard of, refused ones included
         self._paused = False
         self._is_first_group = True
-        self._running: dict[int, asyncio.Task] = {}
-        self._prompts: EnvBase | None = None
+        self._groups: dict[int, _Group] = {}  # those that are running
+        self._next_id = 0
+        self._drops_heard = 0
         self._in_a_row: Counter[str] = Counter()  # rejections since a group was accepted
         self._failures_in_a_row = 0
         self._start = time.perf_counter()
         self._blocked_since: float | None = None
         self._dump: TextIO | None = None
+        self._before = RolloutStats()  # of the run that this one goes on with
+        self._dump_bytes: int | None = None  # of the run gone on with; what is behind comes again
+        if state is not None:
+            self._restore(state)
 
     def _env_pool(self, make_env: Callable[[], EnvBase], *, seed: int | None = None) -> EnvPool:
         config = self.config
@@ -166,28 +161,45 @@ class Rollouts:
     # ------------------------------------------------------------------ the loop
     async def continuous_rollouts(self) -> None:
         """Admits groups whenever the staleness bound has room, until it is cancelled."""
-        self._prompts = await self._envs.make()
-        if self.config.dump_path is not None:
-            self.config.dump_path.parent.mkdir(parents=True, exist_ok=True)
-            self._dump = open(self.config.dump_path, "a", encoding="utf-8")  # noqa: SIM115
+        self._open_dump()
         try:
-            async with asyncio.TaskGroup() as groups:
-                group_id = 0
+            async with asyncio.TaskGroup() as tasks:
+                await self._problems.open()
+                await self._take_up(tasks)
                 while True:
                     await self._wait_for_room()
-                    problem = await self._next_problem(self._prompts)
+                    problem = await self._problems.next()
                     if self._paused:  # while it was drawn
-                        self._problems.append(problem)
+                        self._problems.put_back(problem)
                         continue
+                    group_id, self._next_id = self._next_id, self._next_id + 1
                     start_version = self.controller.admit(group_id)
                     self._send(("admitted", group_id, start_version))
-                    task = groups.create_task(self._group(group_id, start_version, problem))
-                    self._running[group_id] = task
-                    task.add_done_callback(functools.partial(self._ended, group_id))
-                    group_id += 1
+                    self._begin(_Group(group_id, start_version, problem), tasks)
         finally:
             if self._dump is not None:
                 self._dump.close()
+
+    def _open_dump(self) -> None:
+        path = self.config.dump_path
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._dump = open(path, "a", encoding="utf-8")  # noqa: SIM115
+            if self._dump_bytes is not None:
+                self._dump.truncate(self._dump_bytes)
+
+    async def _take_up(self, tasks: asyncio.TaskGroup) -> None:
+        """Goes on with the groups of a run resumed, once weights as new as theirs are served."""
+        while self.engine.version < self.controller.served_version:
+            self._changed.clear()
+            await self._changed.wait()
+        for group in self._groups.values():
+            self._begin(group, tasks)
+
+    def _begin(self, group: _Group, tasks: asyncio.TaskGroup) -> None:
+        self._groups[group.id] = group
+        group.task = tasks.create_task(self._group(group))
+        group.task.add_done_callback(lambda _: self._heed_version())
 
     async def _wait_for_room(self) -> None:
         """Waits until another group may be admitted: for ever, if the last step has its own."""
@@ -196,7 +208,7 @@ class Rollouts:
             self._account_for_waiting(has_capacity)
             if (
                 has_capacity
-                and len(self._running) < self.config.max_concurrent_groups
+                and len(self._groups) < self.config.max_concurrent_groups
                 and not self._paused
             ):
                 return
@@ -213,68 +225,50 @@ class Rollouts:
             self.stats.waiting_for_trainer_s += time.perf_counter() - self._blocked_since
             self._blocked_since = None
 
-    async def _next_problem(self, prompts: EnvBase) -> Conversation:
-        """The next problem in their order or, by windows of a step's groups, the longest first."""
-        if self._problems:
-            return self._problems.pop()
-        if self._lengths is None:
-            return await self._draw(prompts)
-        window = [await self._draw(prompts) for _ in range(self.config.groups_per_step)]
-        self._problems = sorted(window, key=self._expected_length)
-        return self._problems.pop()
-
     def _expected_length(self, problem: Conversation) -> float:
+        if self._lengths is None:
+            return 0.0
         return self._lengths.expect(problem.prompt, problem.prompt_length)
 
-    async def _draw(self, prompts: EnvBase) -> Conversation:
-        while True:
-            try:
-                return Conversation(self.tokenizer, await self._envs.reset(prompts))
-            except (OutOfTimeError, StuckThreadsError):
-                raise  # The environment that knows the position among the problems hangs.
-            except Exception as error:  # An environment or a chat template may raise anything.
-                torchrl_logger.warning(f"a problem could not be drawn: {error!r}")
-                self._count_failure(error)
-
-    def _ended(self, group_id: int, group: asyncio.Task) -> None:
-        del self._running[group_id]
-        self._heed_version()
-
     # ------------------------------------------------------------------ one group
-    async def _group(self, group_id: int, start_version: int, problem: Conversation) -> None:
+    async def _group(self, group: _Group) -> None:
         """All trajectories of one problem; if one can't be finished the group is rejected."""
-        members: list[asyncio.Task[Trajectory]] = []
         failure: EpisodeError | None = None
-        expected = None
-        if self._lengths is not None:
-            expected = max(0, round(self._expected_length(problem))) or None
+        expected = round(self._expected_length(group.problem)) if self._lengths else 0
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self.config.group_size):
-                    episode = run_episode(
-                        self.engine,
-                        self._envs,
-                        problem,
-                        sampling=self.config.sampling,
-                        max_turns=self.config.max_turns,
-                        seed=self.config.seed,
-                        group_id=group_id,
-                        index=index,
-                        start_version=start_version,
-                        expected_tokens=expected,
-                    )
-                    members.append(tasks.create_task(episode))
+                    if index not in group.finished:
+                        tasks.create_task(self._member(group, index, max(0, expected) or None))
         except BaseExceptionGroup as errors:
             failures, others = errors.split(EpisodeError)
             if others is not None:
                 raise others from None
             failure = failures.exceptions[0]
+        trajectories = [group.finished[index] for index in sorted(group.finished)]
         if failure is None:
-            self._judge(group_id, [member.result() for member in members])
+            self._judge(group.id, trajectories)
         else:
-            self._reject(group_id, failure.reason, _finished(members))
-            torchrl_logger.warning(f"group {group_id} is rejected, {failure.reason}: {failure}")
+            self._reject(group.id, failure.reason, trajectories)
+            torchrl_logger.warning(f"group {group.id} is rejected, {failure.reason}: {failure}")
             self._count_failure(failure.__cause__ or failure)
+
+    async def _member(self, group: _Group, index: int, expected_tokens: int | None) -> None:
+        progress = group.begun.setdefault(index, Progress())
+        group.finished[index] = await run_episode(
+            self.engine,
+            self._envs,
+            group.problem,
+            sampling=self.config.sampling,
+            max_turns=self.config.max_turns,
+            seed=self.config.seed,
+            group_id=group.id,
+            index=index,
+            start_version=group.start_version,
+            expected_tokens=expected_tokens,
+            progress=progress,
+        )
+        self.stats.discarded_tokens += progress.discarded
 
     def _judge(self, group_id: int, trajectories: list[Trajectory]) -> None:
         """Hands a complete group on, unless the filter objects."""
@@ -288,6 +282,7 @@ class Rollouts:
             self._reject(group_id, reason, trajectories)
             return
         self._in_a_row.clear()
+        self._groups.pop(group_id, None)
         if not self.controller.finish(group_id):  # dropped in the meantime
             return
         self.stats.groups += 1
@@ -309,6 +304,7 @@ class Rollouts:
 
     def _reject(self, group_id: int, reason: str, finished: list[Trajectory]) -> None:
         """Refunds a group; raises if that has gone on for too long."""
+        self._groups.pop(group_id, None)
         if not self.controller.reject(group_id, reason):  # dropped in the meantime
             return
         self.stats.rejected_tokens += _sampled_tokens(finished)
@@ -377,9 +373,12 @@ class Rollouts:
 
     def drop(self, group_id: int, reason: str) -> None:
         """Gives up a group that the trainer no longer waits for; another takes its place."""
+        self._drops_heard += 1
         self.controller.drop(group_id, reason)
-        if group_id in self._running:
-            self._running[group_id].cancel()
+        group = self._groups.pop(group_id, None)
+        if group is not None:
+            if group.task is not None:
+                group.task.cancel()
             self.controller.reject(group_id, reason)  # Cancelled, it will not tell of its end.
             self._send(("rejected", group_id, reason, self.snapshot()))  # It will not come.
         self._changed.set()
@@ -400,33 +399,69 @@ class Rollouts:
         now = time.perf_counter()
         engines = vars(self.engine.stats)
         blocked = 0.0 if self._blocked_since is None else now - self._blocked_since
-        return replace(
+        here = replace(
             self.stats,
             elapsed_s=now - self._start,
             waiting_for_trainer_s=self.stats.waiting_for_trainer_s + blocked,
             env_retries=self._envs.retried,
             engine_restarts=engines["restarts"],
-            **{name: count for name, count in engines.items() if name != "restarts"},
-            reasons={
-                reason: count
-                for (state, reason), count in self.controller.reasons().items()
-                if state == "rejected"
-            },
-            **self.controller.ledger(),
+            resubmitted=engines["resubmitted"],
+            given_up=engines["given_up"],
+            kept_tokens=engines["kept_tokens"],
+            discarded_tokens=self.stats.discarded_tokens + engines["discarded_tokens"],
         )
+        before = vars(self._before)
+        totals = {k: v + before[k] for k, v in vars(here).items() if k != "reasons"}
+        rejected = {
+            reason: count
+            for (state, reason), count in self.controller.reasons().items()
+            if state == "rejected"
+        }
+        return RolloutStats(**{**totals, **self.controller.ledger()}, reasons=rejected)
+
+    # ------------------------------------------------------------------ checkpoints
+    def state(self) -> Tree:
+        """Everything a resumed run needs, as of this instant: nothing is awaited meanwhile."""
+        if self._dump is not None:
+            self._dump.flush()
+        return {
+            "seed": self.config.seed,
+            "controller": self.controller.state_dict(),
+            "next_id": self._next_id,
+            "groups": [group.state(self.engine) for group in self._groups.values()],
+            "problems": self._problems.state(),
+            "published": self._published,
+            "in_a_row": dict(self._in_a_row),
+            "failures_in_a_row": self._failures_in_a_row,
+            "stats": asdict(self.snapshot()),
+            "dump_bytes": 0 if self._dump is None else self._dump.tell(),
+            "drops_heard": self._drops_heard,
+        }
+
+    def _restore(self, state: Tree) -> None:
+        self.controller.load_state_dict(state["controller"], step=state["step"])
+        self._next_id = state["next_id"]
+        self._published = tuple(state["published"])
+        self._in_a_row = Counter(state["in_a_row"])
+        self._failures_in_a_row = state["failures_in_a_row"]
+        self._is_first_group = False
+        ledger = dict.fromkeys(self.controller.ledger(), 0)  # counted by the controller
+        self._before = RolloutStats(**{**state["stats"], **ledger, "reasons": {}})
+        self._dump_bytes = state["dump_bytes"]
+        for packed in state["groups"]:
+            group = _Group.restored(packed, self.tokenizer)
+            self._groups[group.id] = group
+        for group_id, reason in state["pending_drops"]:
+            self.drop(group_id, reason)
+        self._drops_heard = 0  # Those were of another trainer.
 
     async def close(self) -> None:
         """Closes the environments and ends their threads; calls that hang are not waited for."""
-        if self._prompts is not None:
-            self._envs.give_back(self._prompts)
+        self._problems.close()
         await self._envs.close()
         if self.held_out is not None:
             await self.held_out.env_pool.close()
         self._threads.close()
-
-
-def _finished(tasks: Sequence[asyncio.Task[Trajectory]]) -> list[Trajectory]:
-    return [t.result() for t in tasks if t.done() and not t.cancelled() and not t.exception()]
 
 
 def _sampled_tokens(trajectories: Sequence[Trajectory]) -> int:

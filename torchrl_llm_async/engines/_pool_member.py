@@ -10,7 +10,12 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchrl_llm_async.engines.base import EngineDeadError, GenerationEngine, WeightUpdateError
+from torchrl_llm_async.engines.base import (
+    EngineDeadError,
+    Generation,
+    GenerationEngine,
+    WeightUpdateError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +30,47 @@ START = Publication(0, None)
 # Loading a large model takes minutes; nobody looks after an engine that is started later than the
 # pool, so a start that never returns must be told from one that is slow.
 _START_S = 600.0
+
+
+@dataclass
+class PoolStats:
+    """Counters of an :class:`.EnginePool` since its start.
+
+    Args:
+        restarts: attempts to start a dead engine again.
+        resubmitted: times an answer was taken up by another engine, or by a replacement.
+        given_up: answers that were taken up too often, and ended where they were.
+        kept_tokens: sampled tokens that outlived the engine they came from.
+        discarded_tokens: sampled tokens that did not, since their versions were not proven; they
+            are sampled again.
+    """
+
+    restarts: int = 0
+    resubmitted: int = 0
+    given_up: int = 0
+    kept_tokens: int = 0
+    discarded_tokens: int = 0
+
+
+@dataclass
+class Request:
+    """An answer that the pool has been asked for.
+
+    Args:
+        partial: what former engines have sampled of it.
+        engine: the one at work on it now.
+        name: the request's id there.
+    """
+
+    partial: Generation | None
+    engine: GenerationEngine | None = None
+    name: str = ""
+
+    def so_far(self) -> Generation | None:
+        """What is known of it."""
+        if self.engine is None:
+            return self.partial
+        return self.engine.partial_answer(self.name) or self.partial
 
 
 @dataclass(eq=False)

@@ -56,7 +56,6 @@ async def sample(engine, ids: list[int], params, request_id: str, cache_salt: st
         ValueError: if vLLM refuses the request.
     """
     from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine import FinishReason
     from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
     prompt = {"type": "token", "prompt_token_ids": ids}
@@ -66,16 +65,29 @@ async def sample(engine, ids: list[int], params, request_id: str, cache_salt: st
         async for output in engine.generate(prompt, params, request_id):
             answer = output.outputs[0]
     except CoreDeadError:
-        # vLLM 0.32 keeps the state of a request whose core died. Its tokens came in one message
-        # each step with their log-probabilities and version, so none is unproven.
-        processor = engine.output_processor
-        internal_ids = processor.external_req_ids.get(request_id)
-        if not internal_ids:  # it was never submitted
-            return Generation([], [], [], "abort")
-        state = processor.request_states[internal_ids[-1]]
-        answer = state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
+        return so_far(engine, request_id)  # vLLM 0.32 keeps the state of its requests
     except VLLMClientError as error:
         raise ValueError(f"vLLM refuses request {request_id}: {error}") from error
+    return _translate(answer)
+
+
+def so_far(engine, request_id: str) -> Generation:
+    """What has come of an answer, with ``finish_reason="abort"``.
+
+    Tokens come in one message each step with their log-probabilities and version, so none of them
+    is unproven.
+    """
+    from vllm.v1.engine import FinishReason
+
+    processor = engine.output_processor
+    internal_ids = processor.external_req_ids.get(request_id)
+    if not internal_ids:  # it was never submitted, or is over
+        return Generation([], [], [], "abort")
+    state = processor.request_states[internal_ids[-1]]
+    return _translate(state.make_request_output([], None, FinishReason.ABORT, None).outputs[0])
+
+
+def _translate(answer) -> Generation:
     return Generation(
         token_ids=list(answer.token_ids),
         log_probs=list(answer.logprobs.logprobs),

@@ -176,6 +176,13 @@ class GenerationEngine(Protocol):
             EngineDeadError: the engine died first; its ``partial`` includes the one given.
         """
 
+    def partial_answer(self, request_id: str) -> Generation | None:
+        """What is known so far of a running answer, with ``finish_reason="abort"``.
+
+        Only tokens whose version is proven; None if there are none, or no such request. Taking it
+        does not disturb the request.
+        """
+
     async def update_weights(self, version: int, path: Path) -> None:
         """Switches weights and version together, at a token boundary, or refuses both.
 

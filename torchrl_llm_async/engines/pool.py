@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_llm_async.engines._pool_member import START, Member, Publication
+from torchrl_llm_async.engines._pool_member import START, Member, PoolStats, Publication, Request
 from torchrl_llm_async.engines._supervisor import Supervisor
 from torchrl_llm_async.engines.base import (
     EngineDeadError,
@@ -32,26 +32,6 @@ _HEARTBEAT_S = 1.0
 # How long no engine may serve while all of them wait for a publication they can load. What makes
 # a publication vanish is a newer one, so the next is only a message away.
 _PUBLICATION_GRACE_S = 60.0
-
-
-@dataclass
-class PoolStats:
-    """Counters of an :class:`EnginePool` since its start.
-
-    Args:
-        restarts: attempts to start a dead engine again.
-        resubmitted: times an answer was taken up by another engine, or by a replacement.
-        given_up: answers that were taken up too often, and ended where they were.
-        kept_tokens: sampled tokens that outlived the engine they came from.
-        discarded_tokens: sampled tokens that did not, since their versions were not proven; they
-            are sampled again.
-    """
-
-    restarts: int = 0
-    resubmitted: int = 0
-    given_up: int = 0
-    kept_tokens: int = 0
-    discarded_tokens: int = 0
 
 
 class EnginePool:
@@ -93,6 +73,7 @@ class EnginePool:
             self._engines.append(engine)
         self._members: list[Member] = []
         self._named = 0
+        self._asked: dict[str, Request] = {}
         self._published = {0: START}
         self._served = 0
         self._paused = False
@@ -198,9 +179,25 @@ class EnginePool:
             expected_tokens: how long the whole answer is expected to be, where that is known: what
                 counts as its load. None expects ``max_new_tokens``.
         """
+        asked = self._asked[request_id] = Request(partial)
         most = sampling.max_new_tokens
         expected = most if expected_tokens is None else min(expected_tokens, most)
+        try:
+            return await self._answer(asked, prompt_ids, sampling, request_id, seed, expected)
+        finally:
+            del self._asked[request_id]
+
+    async def _answer(
+        self,
+        asked: Request,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        request_id: str,
+        seed: int | None,
+        expected: int,
+    ) -> Generation:
         for attempt in itertools.count():
+            partial, asked.engine = asked.partial, None
             self._supervisor.check(partial)
             while (member := self._least_loaded()) is None:
                 await self._supervisor.news(partial)
@@ -210,11 +207,13 @@ class EnginePool:
             left = max(expected - _length(partial), 0)
             member.requests += 1
             member.load += left
+            asked.engine = member.engine
+            asked.name = f"{request_id}/{attempt}" if attempt else request_id
             try:
                 answer = await member.engine.generate(
                     prompt_ids,
                     sampling,
-                    request_id=f"{request_id}/{attempt}" if attempt else request_id,
+                    request_id=asked.name,
                     seed=seed,
                     partial=partial,
                 )
@@ -226,19 +225,24 @@ class EnginePool:
                 self.stats.discarded_tokens += error.discarded
                 if error.partial is not None:
                     self.stats.kept_tokens += _length(error.partial) - _length(partial)
-                    partial = error.partial
+                    asked.partial = error.partial
                 if attempt > self.max_restarts:
                     self.stats.given_up += 1
                     torchrl_logger.error(
                         f"request {request_id} is given up: {attempt + 1} engines died under it"
                     )
-                    begun = partial or Generation([], [], [], "abort")
+                    begun = asked.partial or Generation([], [], [], "abort")
                     return replace(begun, finish_reason="abort")
             finally:
                 member.requests -= 1
                 member.load -= left
                 if member.leaving:
                     self._supervisor.tell()
+
+    def partial_answer(self, request_id: str) -> Generation | None:
+        """What is known so far of a running answer, wherever it is; see the protocol."""
+        asked = self._asked.get(request_id)
+        return None if asked is None else asked.so_far()
 
     def _least_loaded(self) -> Member | None:
         candidates = [member for member in self._live() if not member.leaving]

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from torchrl_llm_async.engines._heartbeat import STAGING_BEATS, until_silent
 from torchrl_llm_async.engines._process import LastingThread, can_fork
 from torchrl_llm_async.engines._requests import check_request, stream_seed
-from torchrl_llm_async.engines._vllm_request import sample, sampling_params
+from torchrl_llm_async.engines._vllm_request import sample, sampling_params, so_far
 from torchrl_llm_async.engines._vllm_start import end_vllm, start_vllm
 from torchrl_llm_async.engines.base import (
     EngineDeadError,
@@ -128,6 +128,7 @@ class VLLMEngine:
         self.heartbeat_s = heartbeat_s
         self.last_update: dict[str, float] = {}
         self._version = 0
+        self._begun: dict[str, Generation] = {}  # of running answers, what was there before
         self._engine = None
         self._thread: LastingThread | None = None
         self._at_exit: multiprocessing.util.Finalize | None = None
@@ -253,6 +254,7 @@ class VLLMEngine:
                 seed = stream_seed(self.seed, stream, begun)
                 params = sampling_params(sampling, begun=begun, seed=seed)
                 salt = str(self._version) if self.on_update == "keep" else None
+                self._begun[request_id] = answer
                 rest = await sample(self._engine, ids, params, request_id, salt)
                 answer = answer.followed_by(rest)
                 if answer.finish_reason != "abort":
@@ -265,9 +267,19 @@ class VLLMEngine:
         except EngineDeadError as error:
             error.partial = answer if answer.token_ids else None
             raise
+        finally:
+            self._begun.pop(request_id, None)
         if answer.finish_reason != "stop":
             answer = dataclasses.replace(answer, finish_reason="length")
         return answer
+
+    def partial_answer(self, request_id: str) -> Generation | None:
+        """What is known so far of a running answer, or None; see the protocol."""
+        begun = self._begun.get(request_id)
+        if begun is None or self._engine is None:
+            return begun
+        answer = begun.followed_by(so_far(self._engine, request_id))
+        return answer if answer.token_ids else None
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Serves the published weights from the next token on.

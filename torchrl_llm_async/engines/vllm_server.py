@@ -13,7 +13,7 @@ import asyncio
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -143,7 +143,7 @@ class VLLMServerEngine:
         self._version = 0
         self._paused = False
         self._switching = False
-        self._answers: set[_Answer] = set()
+        self._answers: dict[str, tuple[Generation, _Answer]] = {}
         self._server: ServerSession | None = None
 
     @property
@@ -298,7 +298,7 @@ class VLLMServerEngine:
                 async with self._pause_lock:  # until the switch is over
                     self.check_health()
             answer = _Answer(self._version)
-            self._answers.add(answer)
+            self._answers[request_id] = (begun, answer)
             stream = request_id if seed is None else seed
             request = {
                 "request_id": request_id,
@@ -318,7 +318,15 @@ class VLLMServerEngine:
             error.discarded = 0 if answer is None else answer.unproven
             raise
         finally:
-            self._answers.discard(answer)
+            self._answers.pop(request_id, None)
+
+    def partial_answer(self, request_id: str) -> Generation | None:
+        """What is known so far of a running answer, or None; see the protocol."""
+        if request_id not in self._answers:
+            return None
+        begun, answer = self._answers[request_id]
+        whole = replace(begun.followed_by(answer.so_far()), finish_reason="abort")
+        return whole if whole.token_ids else None
 
     def _sampling_params(self, sampling: SamplingConfig, room: int, seed: int) -> dict[str, Any]:
         return {
@@ -417,7 +425,7 @@ class VLLMServerEngine:
 
     async def _apply(self, server: ServerSession, version: int) -> None:
         self._switching = True
-        for answer in self._answers:
+        for _, answer in self._answers.values():
             answer.freeze()
         await _pause(server, clear_cache=self.on_update == "recompute")
         await server.call("update_weight_version", {"new_version": _SWITCHING})
