@@ -81,7 +81,9 @@ def _values(kind: tuple | None, column: dict[str, Any]) -> dict[str, Any]:
         return {"values": column["values"], "shapes": None}
     return {
         "values": torch.cat([value.reshape(-1) for value in column["values"]]),
-        "shapes": torch.tensor(column["shapes"], dtype=torch.int64).reshape(-1, kind[1]),
+        "shapes": torch.tensor(column["shapes"], dtype=torch.int64).reshape(
+            len(column["shapes"]), kind[1]
+        ),
     }
 
 

@@ -1,0 +1,262 @@
+"""A collector that goes on from a cut: nothing is lost, and nothing comes twice."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from scripted import (
+    GROUP_SIZE,
+    GROUPS_PER_STEP,
+    ScriptedEngine,
+    ScriptedEnv,
+    make_buffer,
+)
+
+from torchrl_llm_async.checkpoint import load_tree, save_tree
+from torchrl_llm_async.collectors import Cut
+from torchrl_llm_async.engines import SamplingConfig
+
+STEPS = 8
+
+
+class EnvWithState(ScriptedEnv):
+    """Tells and takes its position."""
+
+    def get_extra_state(self):
+        return {"next": self._next}
+
+    def set_extra_state(self, state):
+        self._next = state["next"]
+
+
+class TwoAnswers(ScriptedEngine):
+    """Long enough answers for every cut to find some half done."""
+
+    def __init__(self, **options):
+        super().__init__(length=12, ticks=3, **options)
+
+
+def saved(cut: Cut, folder: Path) -> None:
+    save_tree(folder / "collector", cut.collector)
+    cut.buffer.save(folder)
+
+
+def restored(make_collector, folder: Path, *, buffer_options=None, **options):
+    """A new collector and a new buffer, that go on from the files."""
+    buffer = make_buffer(max_staleness=options.get("max_staleness", 1), **(buffer_options or {}))
+    buffer.loads(folder)
+    collector = make_collector(replay_buffer=buffer, **options)
+    state = load_tree(folder / "collector")
+    collector.load_state_dict(state)
+    return collector, buffer
+
+
+def train(collector, buffer, steps) -> dict[int, list[int]]:
+    """Trains on nothing; the groups of each step."""
+    trained = {}
+    for step in steps:
+        batch, info = buffer.sample(timeout=60, return_info=True)
+        assert info["step"] == step
+        trained[step] = info["group_ids"]
+        for row in batch.unbind(0):
+            versions = row["policy_version", "full"]
+            versions = versions[versions >= 0]
+            assert (step - versions).max() <= buffer.sampler.max_staleness
+            assert torch.equal(versions, versions.sort().values)
+        collector.serve_weights("unread", version=step + 1)
+    return trained
+
+
+SETTINGS = {
+    "plain": {},
+    "with a state": {"env": EnvWithState},
+    "two turns": {"env": lambda: ScriptedEnv(turns=2), "max_turns": 2},
+    "crashes": {"env": lambda: ScriptedEnv(crash_at=(3, 4, 11)), "step_retries": 0},
+    "longest first": {"longest_first": True},
+    "many at once": {"max_concurrent_groups": 2, "env_workers": 1},
+}
+
+
+@pytest.mark.inv1
+@pytest.mark.inv4
+@pytest.mark.parametrize("name", SETTINGS)
+def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_path):
+    rng = random.Random(name)
+    settings = {
+        "engine": None,
+        "total_steps": STEPS,
+        "max_staleness": 2,
+        "sampling": SamplingConfig(max_new_tokens=16),
+        **SETTINGS[name],
+    }
+
+    def options():
+        return {**settings, "engine": TwoAnswers()}
+
+    buffer = make_buffer(max_staleness=2)
+    collector = make_collector(replay_buffer=buffer, **options())
+    collector.start()
+    step, trained, taken_up = 0, {}, 0
+    for attempt in range(6):
+        # Goes on for some steps, and is cut and then lost somewhere behind the cut.
+        upto = min(step + rng.randrange(0, 3), STEPS - 1)
+        trained |= train(collector, buffer, range(step, upto))
+        cut = collector.cut()
+        step = upto
+        ahead = train(collector, buffer, range(step, min(step + rng.randrange(0, 2), STEPS)))
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        saved(cut, folder)
+        collector.shutdown()
+        taken_up += sum(
+            bool(member) for group in cut.collector["groups"] for member in group["members"]
+        )
+        collector, buffer = restored(make_collector, folder, **options())
+        assert buffer.consumer_version == step
+        assert buffer.ledger() == {
+            **{key: cut.collector["stats"][key] for key in ("submitted", "rejected", "dropped")},
+            **{key: cut.collector["stats"][key] for key in ("running", "accepted")},
+            "consumed": step * GROUPS_PER_STEP,
+        }
+        del ahead  # What was trained on behind the cut is trained on again.
+        collector.start()
+        if step:
+            collector.serve_weights("unread", version=step)
+    trained |= train(collector, buffer, range(step, STEPS))
+    ids = [group_id for step in range(STEPS) for group_id in trained[step]]
+    assert len(ids) == len(set(ids)) == STEPS * GROUPS_PER_STEP
+    assert taken_up  # The cuts did find groups in flight.
+    ledger = buffer.ledger()
+    assert ledger["consumed"] == len(ids) and ledger["submitted"] == len(ids) + ledger["rejected"]
+    assert (ledger["rejected"] > 0) == (name == "crashes")
+    # Nobody is missing: an id that was not trained on was rejected.
+    assert len(set(range(max(ids) + 1)) - set(ids)) <= ledger["rejected"]
+
+
+@pytest.mark.inv2
+@pytest.mark.inv4
+def test_what_was_sampled_is_not_sampled_again(make_collector, tmp_path):
+    engine = TwoAnswers()
+    buffer = make_buffer(max_staleness=2)
+    settings = dict(total_steps=3, max_staleness=2, sampling=SamplingConfig(max_new_tokens=16))
+    collector = make_collector(engine=engine, replay_buffer=buffer, **settings)
+    collector.start()
+    collector.wait_until_ready()
+    with collector.pause():
+        cut = collector.cut()
+        sampled = engine.sampled
+    saved(cut, tmp_path)
+    collector.shutdown()
+    again = TwoAnswers()
+    collector, buffer = restored(make_collector, tmp_path, engine=again, **settings)
+    collector.start()
+    train(collector, buffer, range(3))
+    tokens_of_all = 3 * GROUPS_PER_STEP * GROUP_SIZE * 13
+    assert again.sampled == tokens_of_all - sampled
+    assert collector.stats()["sampled_tokens"] == tokens_of_all
+
+
+@pytest.mark.inv1
+def test_nothing_is_taken_up_before_weights_as_new_are_served(make_collector, tmp_path):
+    settings = dict(total_steps=6, sampling=SamplingConfig(max_new_tokens=16))
+    buffer = make_buffer()
+    collector = make_collector(engine=TwoAnswers(), replay_buffer=buffer, **settings)
+    collector.start()
+    train(collector, buffer, range(2))
+    buffer.sample(timeout=60)
+    collector.serve_weights("unread", version=3).result(20)
+    saved(collector.cut(), tmp_path)
+    collector.shutdown()
+    engine = TwoAnswers()
+    collector, buffer = restored(make_collector, tmp_path, engine=engine, **settings)
+    collector.start()
+    collector.wait_until_ready()
+    before = collector.cut()  # The loop has turned: it would have begun.
+    assert engine.sampled == 0
+    assert (
+        before.collector["groups"]
+        and before.collector["next_id"]
+        == len([*before.collector["groups"]]) + buffer.ledger()["accepted"]
+    )
+    collector.serve_weights("unread", version=3)
+    train(collector, buffer, range(3, 6))
+
+
+@pytest.mark.inv4
+def test_groups_dropped_by_the_trainer_at_the_cut_are_dropped_once_more(make_collector, tmp_path):
+    """The message may be under way; then the collector's state still has the group running."""
+    settings = dict(
+        total_steps=4, env=lambda: ScriptedEnv(hang_at=(1,)), step_timeout=600, env_workers=8
+    )
+    dropped = []
+
+    def fresh(**options):
+        return dict(
+            on_stale="drop", on_drop=lambda *args: (dropped.append(args), collector.drop(*args))
+        )
+
+    buffer = make_buffer(**fresh())
+    collector = make_collector(replay_buffer=buffer, **settings)
+    collector.start()
+    train(collector, buffer, range(2))
+    assert dropped == [(1, "stale")]
+    cut = collector.cut()
+    assert cut.collector["pending_drops"] == [] and cut.buffer.state["late"] == []
+    # As it would be had the collector not heard of it.
+    cut.collector["controller"]["running"].append([1, 0])
+    cut.collector["controller"]["reasons"] = []
+    cut.collector["groups"].append(
+        {"id": 1, "start_version": 0, "problem": cut_problem(cut), "members": []}
+    )
+    cut.collector["pending_drops"] = [[1, "stale"]]
+    cut.buffer.state["late"] = [1]
+    saved(cut, tmp_path)
+    collector.shutdown(timeout=1)
+    collector, buffer = restored(make_collector, tmp_path, buffer_options=fresh(), **settings)
+    collector.start()
+    collector.serve_weights("unread", version=2)
+    train(collector, buffer, range(2, 4))
+    assert collector.stats()["dropped"] == buffer.ledger()["dropped"] == 1
+    assert buffer.snapshot().state["late"] == []
+
+
+def cut_problem(cut: Cut):
+    (*_, group) = cut.collector["groups"]
+    return group["problem"]
+
+
+def test_an_environment_that_does_not_repeat_itself_is_told(make_collector, tmp_path):
+    class Forgetful(ScriptedEnv):
+        begun = 0
+
+        def __init__(self):
+            super().__init__()
+            self._next = Forgetful.begun
+            Forgetful.begun += 1
+
+    buffer = make_buffer()
+    collector = make_collector(env=Forgetful, env_workers=1, replay_buffer=buffer)
+    collector.start()
+    collector.wait_until_ready()
+    train(collector, buffer, range(1))
+    saved(collector.cut(), tmp_path)
+    collector.shutdown()
+    collector, buffer = restored(make_collector, tmp_path, env=Forgetful)
+    collector.start()
+    with pytest.raises(RuntimeError, match="poses another problem than it did"):
+        train(collector, buffer, range(1, 2))
+
+
+@pytest.mark.inv5
+def test_a_cut_that_can_not_be_made_says_why(make_collector):
+    collector = make_collector(replay_buffer=make_buffer())
+    with pytest.raises(RuntimeError, match="start"):
+        collector.cut()
+    collector.start()
+    collector.wait_until_ready()
+    collector.shutdown()
+    with pytest.raises(RuntimeError, match="was shut down"):
+        collector.cut()
