@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_llm_async.checkpoint.tree import Tree, load_tree, save_tree
+
+# torch 2.13 warns at every save and load that no collective takes part, which is what is meant.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MODEL, _OPTIMIZER = "model.", "optimizer."

@@ -30,6 +30,7 @@ from torchtune import config, training, utils
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from torchrl_llm_async._lifetime import die_with_parent
+from torchrl_llm_async.checkpoint import TrainingState, load_tree
 from torchrl_llm_async.collectors import AsyncLLMCollector, Evaluation
 from torchrl_llm_async.data import StalenessReplayBuffer
 from torchrl_llm_async.modules import TorchtuneActor
@@ -38,6 +39,7 @@ from torchrl_llm_async.recipes.batches import BatchFeed, Minibatch, StepBatch
 from torchrl_llm_async.recipes.collection import make_collector
 from torchrl_llm_async.recipes.config import HF_KEY_MAPS, ConfigError, load_config
 from torchrl_llm_async.recipes.report import CheckpointKeeper, Report, finished
+from torchrl_llm_async.recipes.resume import Records, RunCheckpoints, resume_folder, version_of
 from torchrl_llm_async.weight_update import VLLMSharedWeightSyncScheme
 
 
@@ -57,11 +59,13 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         self.world_size, self.rank = utils.get_world_size_and_rank()
         self._is_rank_zero = self.rank == 0
         self._output_dir = Path(cfg.output_dir).resolve()
+        self._resumed = None if cfg.resume is None else Path(cfg.resume)
         training.set_seed(seed=cfg.seed)
         self._collector: AsyncLLMCollector | None = None
         self._buffer: StalenessReplayBuffer | None = None
         self._weights: VLLMSharedWeightSyncScheme | None = None
         self._report: Report | None = None
+        self._records: dict[str, Records] = {}
         self._metric_logger = None
         self._evaluations: list[Future[Evaluation]] = []
 
@@ -71,9 +75,11 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         cfg = self._cfg
         if self._is_rank_zero:
             self._output_dir.mkdir(parents=True, exist_ok=True)
+            if self._resumed is None:  # It may hold a run without a checkpoint yet.
+                (self._output_dir / "samples.jsonl").unlink(missing_ok=True)
             OmegaConf.save(cfg, self._output_dir / "config.yaml")
             self._setup_collection()
-            self._checkpoints = CheckpointKeeper(self._output_dir / "checkpoints")
+            self._models = CheckpointKeeper(self._output_dir / "checkpoints")
             self._metric_logger = config.instantiate(cfg.metric_logger)
             self._metric_logger.log_config(cfg)
         checkpointer = config.instantiate(cfg.checkpointer)
@@ -99,6 +105,12 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             keep=cfg.max_staleness + 2,
         )
         self._weights.init_on_sender(model_id="policy", context=self._collector, model=self._model)
+        state = TrainingState(self._model, self._optimizer, self._lr_scheduler)
+        self._first_version = 0
+        if self._resumed is not None:
+            state.load(self._resumed)
+            self._first_version = version_of(self._resumed)
+        self._checkpoints = RunCheckpoints(resume_folder(cfg), state, cfg, self._control)
         self._feed = BatchFeed(
             self._buffer,
             self._loss,
@@ -121,6 +133,9 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             group_size=cfg.group_size,
             on_stale=cfg.on_stale,
             on_drop=self._drop if cfg.on_stale == "drop" else None,
+            max_reuse=cfg.max_reuse,
+            reuse=cfg.reuse,
+            reuse_groups=cfg.reuse_groups,
             transform=config.instantiate(cfg.advantage),
         )
         self._collector = make_collector(
@@ -129,6 +144,9 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             total_steps=cfg.total_steps,
             replay_buffer=self._buffer,
         )
+        if self._resumed is not None:
+            self._buffer.loads(self._resumed)
+            self._collector.load_state_dict(load_tree(self._resumed / "collector"))
         self._collector.start()
 
     def _drop(self, group_id: int, reason: str) -> None:
@@ -153,23 +171,55 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
     # ------------------------------------------------------------------ the loop
     def train(self) -> None:
         """Steps until ``total_steps``; weights go to the engine after each."""
-        if self._is_rank_zero:
-            self._report = Report(self._cfg.total_steps)
-        self._evaluate(version=0)
-        for step in range(self._cfg.total_steps):
+        self._begin()
+        for step in range(self._first_version, self._cfg.total_steps):
             batch = self._feed.next().to(self._device)
             start = time.perf_counter()
             metrics = self._train_step(batch)
             trained = time.perf_counter()
+            self._checkpoint(version=step + 1)
+            saved = time.perf_counter()
             self._weights.send(version=step + 1)
             if self._is_rank_zero:
                 metrics["train_s"] = trained - start
-                metrics["publish_s"] = time.perf_counter() - trained
+                metrics["checkpoint_s"] = saved - trained
+                metrics["publish_s"] = time.perf_counter() - saved
                 self._log(step, metrics, batch)
             if (step + 1) % self._cfg.evaluate_every == 0 or step + 1 == self._cfg.total_steps:
                 self._evaluate(version=step + 1)
+        self._checkpoints.finish()
         if self._is_rank_zero:
             self._finish()
+
+    def _begin(self) -> None:
+        """What the first version needs: an evaluation and, if it is resumed at, its weights."""
+        first, evaluated = self._first_version, set()
+        if self._is_rank_zero:
+            self._report = Report(self._cfg.total_steps, first)
+            up_to = None if self._resumed is None else first
+            for name in ("ledger", "evaluations"):
+                self._records[name] = Records(self._output_dir / f"{name}.jsonl", up_to)
+            for record in self._records["evaluations"].kept:
+                self._judge(Evaluation(**record))
+                evaluated.add(record["version"])
+        # The engines still serve what they started with.
+        if 0 not in evaluated:
+            self._evaluate(version=0)
+        if first > 0:
+            self._weights.send(version=first)
+            if first % self._cfg.evaluate_every == 0 and first not in evaluated:
+                self._evaluate(version=first)
+
+    def _checkpoint(self, version: int) -> None:
+        """Saves the whole run, every so many steps, before the weights of the step go out.
+
+        At staleness 0 nothing is in flight then, so that a resumed run repeats to the bit.
+        """
+        self._checkpoints.advance()
+        every = self._cfg.checkpoint_every
+        if every is not None and version % every == 0:
+            cut = self._collector.cut() if self._is_rank_zero else None
+            self._checkpoints.begin(version, cut)
 
     def _train_step(self, batch: StepBatch) -> dict[str, float]:
         """One optimizer update per minibatch; returns the step's metrics over all ranks."""
@@ -251,6 +301,9 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             "learning_rate": self._optimizer.param_groups[0]["lr"],
         }
         self._metric_logger.log_dict(metrics, step=step + 1)
+        self._records["ledger"].append(
+            step + 1, group_ids=self._feed.group_ids, **self._buffer.ledger()
+        )
         self._report.step(metrics)
         for evaluation in finished(self._evaluations):
             self._evaluated(evaluation)
@@ -263,9 +316,13 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             self._save(version)
         self._evaluations.append(self._collector.evaluate())
 
-    def _evaluated(self, evaluation: Evaluation) -> None:
+    def _judge(self, evaluation: Evaluation) -> None:
         self._report.evaluated(evaluation)
-        self._checkpoints.judge(evaluation, last_version=self._cfg.total_steps)
+        self._models.judge(evaluation, last_version=self._cfg.total_steps)
+
+    def _evaluated(self, evaluation: Evaluation) -> None:
+        self._judge(evaluation)
+        self._records["evaluations"].append(**vars(evaluation))
         self._metric_logger.log_dict(
             {
                 "held_out_accuracy": evaluation.accuracy,
@@ -278,8 +335,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
 
     def _save(self, version: int) -> None:
         """A Hugging Face folder of the weights as the engine serves them."""
-        folder = self._checkpoints.path(version)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._models.path(version)
+        folder.mkdir(parents=True, exist_ok=True)  # A resumed run may come by again.
         for file in Path(self._cfg.model_dir).iterdir():
             # Not the index of a checkpoint in several files: this one is whole.
             if file.suffix in (".json", ".jinja", ".txt", ".model") and ".index." not in file.name:
@@ -294,8 +351,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         print(
             self._report.table(
                 tokens=self._collector.stats()["sampled_tokens"],
-                checkpoint=self._checkpoints.path(self._cfg.total_steps),
-                best=self._checkpoints.best,
+                checkpoint=self._models.path(self._cfg.total_steps),
+                best=self._models.best,
                 log=self._output_dir / "logs",
             ),
             flush=True,
@@ -309,7 +366,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             stack.callback(dist.destroy_process_group)
             if self._weights is not None:
                 stack.callback(self._weights.shutdown)
-            for part in (self._metric_logger, self._report):
+            for part in (self._metric_logger, self._report, *self._records.values()):
                 if part is not None:
                     stack.callback(part.close)
             if self._collector is not None:

@@ -58,6 +58,9 @@ class BatchFeed:
         group_size: rows per group.
         pad_id: token id to pad with.
         group: a process group whose backend carries CPU objects.
+
+    Attributes:
+        group_ids: on rank 0, the groups of the step last given out.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class BatchFeed:
         self._pad_id = pad_id
         self._group = group
         self._world_size = dist.get_world_size(group)
+        self._group_size = group_size
+        self.group_ids: list[int] = []
 
     def next(self) -> StepBatch:
         """Waits for a step's groups and returns this rank's share.
@@ -93,7 +98,8 @@ class BatchFeed:
 
     def _divide(self) -> list[StepBatch]:
         start = time.perf_counter()
-        rows = self._buffer.sample()
+        rows, info = self._buffer.sample(return_info=True)
+        self.group_ids = info["group_ids"]
         waited = time.perf_counter() - start
         figures = _figures(rows) | {
             "trainer_waited_s": waited,
@@ -101,7 +107,9 @@ class BatchFeed:
             "groups_tied": 0,
         }
         shares = [StepBatch([], figures) for _ in range(self._world_size)]
-        for part in rows.split(len(rows) // self._minibatches):
+        groups = torch.arange(len(rows)).reshape(-1, self._group_size)
+        for indices in groups.tensor_split(self._minibatches):
+            part = rows[indices.flatten()]
             chosen = self._loss.select(part, target_version=self._buffer.consumer_version)
             figures["groups_tied"] += self._loss.groups_tied
             if len(chosen) == 0:

@@ -30,6 +30,7 @@ from torchtune.models.qwen2._convert_weights import _FROM_HF as _QWEN2_FROM_HF
 from torchrl_llm_async.collectors.conversation import Conversation
 from torchrl_llm_async.recipes.batches import _ROWS_PER_UNIT
 from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS
+from torchrl_llm_async.recipes.resume import find_checkpoint, resume_folder
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
@@ -52,6 +53,12 @@ _SUPPLIED: dict[str, tuple[int, tuple[str, ...]]] = {
     "optimizer": (1, ()),
     "lr_scheduler": (1, ("num_training_steps",)),
     "collector": (0, tuple(COLLECTOR_KEYS)),
+}
+
+_CHOICES = {
+    "on_stale": ("wait", "drop"),
+    "dtype": ("fp32", "bf16"),
+    "reuse": ("recency", "reward", "uniform"),
 }
 
 # Families whose conversion to Hugging Face is renaming alone, by torchtune's model_type.
@@ -105,6 +112,12 @@ class RecipeConfig:
     num_engines: int = 1
     group_filter: dict[str, Any] | None = None
     on_stale: str = "wait"
+    max_reuse: int = 1
+    reuse: str = "recency"
+    reuse_groups: int | None = None
+    checkpoint_every: int | None = 10
+    keep_checkpoints: int = 2
+    resume: str | None = None
 
 
 def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
@@ -117,7 +130,8 @@ def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
     Args:
         cfg: the parsed YAML, overrides merged.
         training: also refuse what only a training run must not have: an ``output_dir`` with an
-            earlier run in it, and sampling that importance ratios can't account for.
+            earlier run in it, and sampling that importance ratios can't account for; and find the
+            checkpoint to resume from, whose folder ``resume`` is then, or None.
 
     Raises:
         ConfigError: naming the key, the value and what would be right.
@@ -143,6 +157,8 @@ def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
         _check_training(cfg)
     context = _check_context(cfg, _check_model(cfg))
     _check_prompts(cfg, context)
+    if training:
+        cfg.resume = _find_checkpoint(cfg)
     return cfg
 
 
@@ -158,10 +174,10 @@ def _check_schema(cfg: DictConfig) -> DictConfig:
         raise ConfigError(f"config key '{key}': {str(error).splitlines()[0]}") from None
     if missing:
         raise ConfigError(f"config key '{min(missing)}' is missing; it has no default")
-    if merged.on_stale not in ("wait", "drop"):
-        raise ConfigError(f"on_stale is {merged.on_stale!r}; it must be 'wait' or 'drop'")
-    if merged.dtype not in ("fp32", "bf16"):
-        raise ConfigError(f"dtype is {merged.dtype!r}; it must be 'fp32' or 'bf16'")
+    for key, choices in _CHOICES.items():
+        if merged[key] not in choices:
+            right = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+            raise ConfigError(f"{key} is {merged[key]!r}; it must be {right}")
     return merged
 
 
@@ -261,11 +277,27 @@ def _check_values(cfg: DictConfig) -> None:
         "micro_batch_tokens",
         "evaluate_every",
         "num_engines",
+        "max_reuse",
+        "keep_checkpoints",
     ):
         if cfg[key] < 1:
             raise ConfigError(f"{key} is {cfg[key]}; it must be at least 1")
+    if cfg.checkpoint_every is not None and cfg.checkpoint_every < 1:
+        raise ConfigError(
+            f"checkpoint_every is {cfg.checkpoint_every}; it must be at least 1, or null for none"
+        )
     if cfg.max_staleness < 0:
         raise ConfigError(f"max_staleness is {cfg.max_staleness}; it must be 0 (on-policy) or more")
+    if cfg.max_reuse > 1 and cfg.max_staleness == 0:
+        raise ConfigError(
+            f"max_reuse is {cfg.max_reuse}, but at the step after its own a group lags by 1 and "
+            "max_staleness is 0; set max_reuse to 1 or max_staleness higher"
+        )
+    if cfg.reuse_groups is not None and (cfg.reuse_groups < 1 or cfg.max_reuse == 1):
+        raise ConfigError(
+            f"reuse_groups is {cfg.reuse_groups} and max_reuse {cfg.max_reuse}; groups are reused "
+            "if reuse_groups is at least 1, or null, and max_reuse at least 2"
+        )
     if cfg.groups_per_step % cfg.minibatches_per_step:
         raise ConfigError(
             f"groups_per_step is {cfg.groups_per_step}, which minibatches_per_step "
@@ -301,10 +333,14 @@ def _check_values(cfg: DictConfig) -> None:
 
 def _check_training(cfg: DictConfig) -> None:
     folder = Path(cfg.output_dir)
-    if any((folder / name).exists() for name in ("config.yaml", "logs", "checkpoints")):
+    continues = cfg.resume == "auto" or (
+        cfg.resume is not None and Path(cfg.resume).resolve().parent == resume_folder(cfg).resolve()
+    )
+    names = ("config.yaml", "logs", "checkpoints")
+    if not continues and any((folder / name).exists() for name in names):
         raise ConfigError(
-            f"output_dir is {cfg.output_dir!r}, which holds an earlier run; choose another or "
-            "remove it"
+            f"output_dir is {cfg.output_dir!r}, which holds an earlier run; go on with it "
+            "(resume=auto), choose another or remove it"
         )
     if cfg.sampling.get("temperature", 1.0) <= 0:
         raise ConfigError(
@@ -318,6 +354,14 @@ def _check_training(cfg: DictConfig) -> None:
                 f"sampling.{argument} is {value}, which biases importance ratios; use {off} (off), "
                 "or accept the bias with engine.allow_truncated_support: true"
             )
+
+
+def _find_checkpoint(cfg: DictConfig) -> str | None:
+    try:
+        folder = find_checkpoint(cfg)
+    except ValueError as error:
+        raise ConfigError(f"resume is {cfg.resume!r}: {_one_line(error)}") from error
+    return None if folder is None else str(folder)
 
 
 def _check_model(cfg: DictConfig) -> dict[str, Any]:

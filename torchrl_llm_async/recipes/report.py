@@ -72,7 +72,9 @@ class CheckpointKeeper:
             loser, self.best = self.best, current
         else:
             loser = current
-        if loser is not None and loser[1] not in (0, last_version):
+        # A resumed run judges once more, and may have deleted it before.
+        is_old = loser is not None and loser[1] not in (0, last_version)
+        if is_old and self.path(loser[1]).exists():
             shutil.rmtree(self.path(loser[1]))
         (self.folder / "best.json").write_text(
             json.dumps({"step": self.best[1], "held_out_accuracy": self.best[0]}) + "\n"
@@ -84,10 +86,13 @@ class Report:
 
     Args:
         total_steps: length of the progress bar.
+        first_step: where a resumed run begins.
     """
 
-    def __init__(self, total_steps: int):
-        self._bar = tqdm(total=total_steps, desc="train", unit="step", dynamic_ncols=True)
+    def __init__(self, total_steps: int, first_step: int = 0):
+        self._bar = tqdm(
+            total=total_steps, initial=first_step, desc="train", unit="step", dynamic_ncols=True
+        )
         self._start = time.perf_counter()
         self.evaluations: list[Evaluation] = []
 
