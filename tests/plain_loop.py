@@ -1,6 +1,6 @@
 """Reinforcement learning as one writes it down first: sample, train, load, again.
 
-Run as a program by ``test_synchronous.py``: no collector, no buffer, no controller, no shards and
+Run as a program by ``test_resume.py``: no collector, no buffer, no controller, no shards and
 no publisher, one thing after the other in one process. What it shares with a run of the recipe are
 the parts that sample (the engine), score (the environment) and do arithmetic (advantage, loss,
 packing), so that the two can be compared to the bit.

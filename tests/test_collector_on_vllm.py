@@ -1,23 +1,22 @@
-"""The collector on a real engine that is killed and stopped, and one whose trainer is killed."""
+"""The collector on a real engine that is killed and stopped, and one that is killed itself."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import heed_interrupts
 from safetensors.torch import load_file
 from tensordict import TensorDictBase
 
+from torchrl_llm_async.checkpoint import load_tree, save_tree
 from torchrl_llm_async.collectors import AsyncLLMCollector
+from torchrl_llm_async.data import StalenessReplayBuffer
 from torchrl_llm_async.engines import SamplingConfig, VLLMEngine
 from torchrl_llm_async.envs import WrittenSumsEnv
 from torchrl_llm_async.weight_update import WeightStore
@@ -143,37 +142,57 @@ def test_an_engine_killed_or_stopped_is_replaced_and_nothing_is_lost(tmp_path: P
             policies.check(row)
 
 
-_TRAINER = """
-import sys
-from pathlib import Path
-sys.path[:0] = {path!r}
-from test_collector_on_vllm import descendants, make_collector
+@pytest.mark.inv2
+@pytest.mark.inv4
+def test_answers_under_way_at_a_cut_are_taken_up_by_another_collector(tmp_path: Path) -> None:
+    start = load_file(MODEL / "model.safetensors")
+    changed = {name: tensor * 1.02 for name, tensor in start.items()}
+    weights = WeightStore(tmp_path / "weights").write(1, changed.items())
 
-if __name__ == "__main__":
-    groups = iter(make_collector(Path({log!r})))
-    next(groups)
-    print(*(process.pid for process in descendants()), flush=True)
-    for group in groups:
-        pass
-"""
+    def make():
+        buffer = StalenessReplayBuffer(groups_per_step=4, max_staleness=1000, group_size=GROUP_SIZE)
+        return make_collector(tmp_path / "collector.log", replay_buffer=buffer), buffer
 
-
-@pytest.mark.inv5
-def test_a_killed_trainer_leaves_nothing_behind(tmp_path: Path) -> None:
-    (script := tmp_path / "trainer.py").write_text(
-        _TRAINER.format(path=sys.path, log=str(tmp_path / "collector.log"))
-    )
-    trainer = subprocess.Popen(
-        [sys.executable, script],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_interrupts,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    collector, buffer = make()
     try:
-        family = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
-        assert len(family) >= 2
+        collector.start()
+        collector.wait_until_ready()
+        rows = [buffer.sample(timeout=60)]
+        collector.serve_weights(weights, version=1).result(60)
+        cut = collector.cut()
+        save_tree(tmp_path / "collector", cut.collector)
+        cut.buffer.save(tmp_path)
+        (host,) = (p for p in psutil.Process().children() if "spawn_main" in str(p.cmdline()))
+        host.kill()
+        with pytest.raises(RuntimeError, match="the collector's process died"):
+            while True:
+                buffer.sample(timeout=60)
     finally:
-        trainer.kill()
-        trainer.communicate()
-    assert not psutil.wait_procs(family, timeout=10)[1], "processes outlived the trainer"
+        collector.shutdown()
+
+    collector, buffer = make()
+    buffer.loads(tmp_path)
+    collector.load_state_dict(load_tree(tmp_path / "collector"))
+    waited_for = {group["id"]: group for group in cut.collector["groups"]}
+    try:
+        collector.start()
+        collector.serve_weights(weights, version=1)
+        while waited_for.keys() - {int(row["group", "id"]) for batch in rows for row in batch}:
+            rows.append(buffer.sample(timeout=60))
+    finally:
+        collector.shutdown()
+    policies = Policies({0: start, 1: changed})
+    taken_up = 0
+    for row in (row for batch in rows for row in batch):
+        policies.check(row)
+        group = waited_for.get(int(row["group", "id"]), {"members": []})
+        for member in group["members"][int(row["group", "index"]) :][:1]:
+            if isinstance(member, list) and member:  # else it was finished, or not begun
+                (turn,) = member
+                size = len(turn["token_ids"])
+                sampled = row["masks", "all_assistant_mask"]
+                assert row["tokens", "full"][sampled][:size].tolist() == turn["token_ids"].tolist()
+                versions = row["policy_version", "full"][sampled][:size]
+                assert versions.tolist() == turn["versions"].tolist()
+                taken_up += turn["finish_reason"] == "abort"
+    assert taken_up >= GROUP_SIZE
