@@ -438,13 +438,12 @@ class StalenessReplayBuffer(ReplayBuffer):
             if self.sampler.running or self.sampler.finished or self.consumer_version:
                 raise RuntimeError("load into a new buffer: this one has been used already")
             size = self.group_size
-            slots = {
-                group_id: self._extend(lazy_stack(saved.rows[begin : begin + size]))
-                for group_id, begin in zip(
-                    state["order"], range(0, len(saved.rows), size), strict=True
-                )
-            }
-            self.sampler.load_groups_state(state["groups"], slots)
+            begins = range(0, len(saved.rows), size)
+            begin = dict(zip(state["order"], begins, strict=True))
+            self.sampler.load_groups_state(
+                state["groups"],
+                store=lambda i: self._extend(lazy_stack(saved.rows[begin[i] : begin[i] + size])),
+            )
             self._late = set(state["late"])
             self._totals = dict(state["totals"])
             self.transform.load_state_dict(state["transform"])

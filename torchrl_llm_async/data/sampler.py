@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
 from torchrl_llm_async.data.lags import lag_figures
 from torchrl_llm_async.data.reuse import Reuse, choose_reused
-from torchrl_llm_async.deadlines import check_bounds, check_deadlines, is_ready
+from torchrl_llm_async.deadlines import check_bounds, is_ready, least_staleness
 from torchrl_llm_async.ledger import Ledger
 
 
@@ -235,8 +235,7 @@ class StalenessSampler(ConsumingSampler):
         self.reusable, free = {}, []
         for group_id, group in groups.items():
             uses = group.uses + (group_id in used)
-            is_young = min(group.oldest) >= self.consumer_version - self.max_staleness
-            if uses < self.max_reuse and is_young and self.reuse_groups:
+            if self._may_be_reused(uses, group.oldest):
                 self.reusable[group_id] = replace(group, uses=uses)
             else:
                 free.append(group.index)
@@ -247,6 +246,10 @@ class StalenessSampler(ConsumingSampler):
             self._live_mask[index] = False
             self._append_free_indices(index)
 
+    def _may_be_reused(self, uses: int, oldest: Sequence[int]) -> bool:
+        is_young = min(oldest) >= self.consumer_version - self.max_staleness
+        return uses < self.max_reuse and is_young and self.reuse_groups > 0
+
     def _empty(self) -> None:
         super()._empty()
         self._forget_groups()
@@ -256,6 +259,8 @@ class StalenessSampler(ConsumingSampler):
         """All groups and their accounts, as a tree of plain values; clock times as ages."""
         now = time.monotonic()
         return {
+            "groups_per_step": self.groups_per_step,
+            "max_staleness": self.max_staleness,
             "consumer_version": self.consumer_version,
             "last_announced": self._last_announced,
             "running": [
@@ -268,41 +273,47 @@ class StalenessSampler(ConsumingSampler):
         }
 
     def load_groups_state(
-        self, state: dict[str, Any], slots: Mapping[int, torch.Tensor] | None = None
+        self, state: dict[str, Any], store: Callable[[int], torch.Tensor] | None = None
     ) -> None:
-        """Restores what :meth:`groups_state` gave, ``slots`` being where the rows lie now.
+        """Restores what :meth:`groups_state` gave.
+
+        ``store`` is called once with the id of each group that stays, stores its rows and returns
+        their slots; without it, they lie where they lay. Groups that the bounds no longer allow to
+        be reused do not stay.
 
         Raises:
             ValueError: with these bounds some deadline can't be met any more.
         """
-        now = time.monotonic()
-        groups = {
-            name: {packed["id"]: _unpack(packed, now, slots) for packed in state[name]}
-            for name in ("finished", "reusable")
-        }
         running = {group_id: start for group_id, start, _ in state["running"]}
-        finished = [group.start_version for group in groups["finished"].values()]
-        try:
-            check_deadlines(
-                state["consumer_version"],
-                groups_per_step=self.groups_per_step,
-                max_staleness=self.max_staleness,
-                waiting=Counter([*running.values(), *finished]),
-            )
-        except RuntimeError as error:
-            raise ValueError(
-                f"the groups in flight can't be trained on in time with max_staleness="
-                f"{self.max_staleness} and groups_per_step={self.groups_per_step}, which are less "
-                f"than they were admitted with ({error}); go on with values as large as those"
-            ) from error
+        self._check_bounds_of(state, in_flight=Counter(running.values()))
         self.consumer_version = state["consumer_version"]
         last = state["last_announced"]
         self._last_announced = None if last is None else tuple(last)
+        now = time.monotonic()
         self.running = running
         self._announced = {group_id: now - age for group_id, _, age in state["running"]}
-        self.finished, self.reusable = groups["finished"], groups["reusable"]
+        reusable = [p for p in state["reusable"] if self._may_be_reused(p["uses"], p["oldest"])]
+        reusable.sort(key=lambda packed: (packed["start_version"], packed["id"]))
+        room = self.max_staleness * self.groups_per_step
+        self.finished, self.reusable = (
+            {packed["id"]: _unpack(packed, now, store) for packed in groups}
+            for groups in (state["finished"], reusable[-room:])
+        )
         self.ledger.load_state_dict(state["ledger"])
         self._count_groups()
+
+    def _check_bounds_of(self, state: dict[str, Any], in_flight: Counter[int]) -> None:
+        step = state["consumer_version"]
+        in_flight.update(packed["start_version"] for packed in state["finished"])
+        least = least_staleness(step, groups_per_step=self.groups_per_step, waiting=in_flight)
+        if least > self.max_staleness:
+            raise ValueError(
+                f"{in_flight.total()} groups are in flight before step {step}, admitted with "
+                f"groups_per_step={state['groups_per_step']} and max_staleness="
+                f"{state['max_staleness']}; not all of them can be trained on in time with "
+                f"groups_per_step={self.groups_per_step} and max_staleness={self.max_staleness}. "
+                f"Go on with the former values, or with a max_staleness of at least {least}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the bounds, which belong to the configuration."""
@@ -365,10 +376,10 @@ def _pack(group_id: int, group: StoredGroup, now: float) -> dict[str, Any]:
 
 
 def _unpack(
-    packed: dict[str, Any], now: float, slots: Mapping[int, torch.Tensor] | None
+    packed: dict[str, Any], now: float, store: Callable[[int], torch.Tensor] | None
 ) -> StoredGroup:
     values = {name: value for name, value in packed.items() if name != "id"}
-    values["index"] = values["index"] if slots is None else slots[packed["id"]]
+    values["index"] = values["index"] if store is None else store(packed["id"])
     values["token_versions"] = dict(map(tuple, packed["token_versions"]))
     values["oldest"] = tuple(packed["oldest"])
     values["arrived"] = now - packed["arrived"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
 from torchrl_llm_async.checkpoint.tree import Tree, load_tree, save_tree
 
@@ -57,7 +57,8 @@ def rows_to_columns(rows: Sequence[TensorDictBase]) -> Tree:
     """
     columns: dict[tuple, dict[str, Any]] = {}
     for position, row in enumerate(rows):
-        for key in row.keys(include_nested=True, leaves_only=True):
+        # Texts are leaves too; by default only tensors are.
+        for key in row.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
             value = row[key]
             path = key if isinstance(key, tuple) else (key,)
             is_tensor = isinstance(value, torch.Tensor)
