@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Literal
@@ -29,28 +29,14 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_llm_async.checkpoint.tree import Tree
 from torchrl_llm_async.collectors import host as _host
+from torchrl_llm_async.collectors.cut import Cut, check_ledgers, complete_cut
 from torchrl_llm_async.collectors.evaluation import Evaluation
 from torchrl_llm_async.collectors.settings import GroupFilter, RolloutConfig, RolloutStats
 from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
-from torchrl_llm_async.data.snapshot import BufferSnapshot
 from torchrl_llm_async.data.trajectory import stack_group
 from torchrl_llm_async.engines import EnginePool, GenerationEngine, SamplingConfig
 
 _STOP_SECONDS = 8.0
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The collector and its replay buffer at one instant.
-
-    Args:
-        collector: for :meth:`AsyncLLMCollector.load_state_dict`; a tree of plain values, arrays and
-            tensors, for :func:`~torchrl_llm_async.checkpoint.save_tree`.
-        buffer: the replay buffer's snapshot, if there is one.
-    """
-
-    collector: Tree
-    buffer: BufferSnapshot | None
 
 
 class RemoteTraceback(Exception):
@@ -338,14 +324,16 @@ class AsyncLLMCollector(BaseCollector):
                     self._groups.put(rows)
             case ("served", version, stats):
                 self._served_version, self._stats = version, stats
-                self._check_ledger(stats)
+                if self.replay_buffer is not None:
+                    check_ledgers(stats, self.replay_buffer.ledger(), dropped=bool(self._dropped))
             case ("rejected", group_id, reason, stats):
                 self._stats = stats
                 if self.replay_buffer is not None:
                     self.replay_buffer.retract(group_id, reason)
             case ("cut", tag, state):
                 # Now: all that was sent before is in the buffer, and nothing of what comes.
-                self._asked.pop(tag).set_result(self._complete(state))
+                cut = complete_cut(state, self.replay_buffer, self._dropped, self._served_version)
+                self._asked.pop(tag).set_result(cut)
             case ("answer", tag, value):
                 self._asked.pop(tag).set_result(value)
             case ("failed", tag, error, text):
@@ -506,31 +494,10 @@ class AsyncLLMCollector(BaseCollector):
         """
         return self._ask("cut").result(timeout)
 
-    def _complete(self, state: Tree) -> Cut:
-        """What the trainer's side knows of the same instant."""
-        buffer = None if self.replay_buffer is None else self.replay_buffer.snapshot()
-        # Told to give up, but not heard yet.
-        state["pending_drops"] = [list(drop) for drop in self._dropped[state.pop("drops_heard") :]]
-        step = self._served_version if buffer is None else self.replay_buffer.consumer_version
-        return Cut({**state, "step": step}, buffer)
-
-    def _check_ledger(self, stats: RolloutStats) -> None:
-        """Raises if the collector and the buffer, after the same messages, count differently."""
-        if self.replay_buffer is None:
-            return
-        theirs, ours = vars(stats), self.replay_buffer.ledger()
-        # With drops, which travel the other way, only the sum is the same at every instant.
-        names = ("submitted", "running", "accepted", "rejected")
-        names = names[:1] if self._dropped or ours["dropped"] else names
-        if any(theirs[name] != ours[name] for name in names):
-            found = {name: theirs[name] for name in names}
-            raise RuntimeError(f"the collector counts {found} groups, the replay buffer {ours}")
-
     def state_dict(self) -> OrderedDict:
         """The collector's part of :meth:`cut`; before :meth:`start`, the seed."""
-        return OrderedDict(
-            {"seed": self._config.seed} if self._host is None else self.cut().collector
-        )
+        is_new = self._host is None
+        return OrderedDict({"seed": self._config.seed} if is_new else self.cut().collector)
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         """Has :meth:`start` go on where the state was taken.

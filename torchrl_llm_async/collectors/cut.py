@@ -1,0 +1,64 @@
+"""Collector and replay buffer at one instant: what a checkpoint has of them, and that they agree.
+
+Owns what has to be looked at on both sides at once. The collector's own state is :mod:`.rollouts`'
+affair, the buffer's :mod:`torchrl_llm_async.data.snapshot`'s; that the two are of one instant is
+the collector's, which takes the buffer's when the other arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrl_llm_async.checkpoint.tree import Tree
+from torchrl_llm_async.collectors.settings import RolloutStats
+from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
+from torchrl_llm_async.data.snapshot import BufferSnapshot
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The collector and its replay buffer at one instant.
+
+    Args:
+        collector: for :meth:`AsyncLLMCollector.load_state_dict`; a tree of plain values, arrays and
+            tensors, for :func:`~torchrl_llm_async.checkpoint.save_tree`.
+        buffer: the replay buffer's snapshot, if there is one.
+    """
+
+    collector: Tree
+    buffer: BufferSnapshot | None
+
+
+def complete_cut(
+    state: Tree,
+    replay_buffer: StalenessReplayBuffer | None,
+    dropped: Sequence[tuple[int, str]],
+    served_version: int,
+) -> Cut:
+    """Adds to the state that a collector's host has sent what the trainer's side knows now.
+
+    Args:
+        state: the host's.
+        replay_buffer: into which everything went that was sent before.
+        dropped: groups that the host was told to give up, with the reasons, in order.
+        served_version: what the engines serve.
+    """
+    buffer = None if replay_buffer is None else replay_buffer.snapshot()
+    step = served_version if buffer is None else buffer.state["groups"]["consumer_version"]
+    not_heard = [list(drop) for drop in dropped[state["drops_heard"] :]]
+    return Cut({**state, "step": step, "pending_drops": not_heard}, buffer)
+
+
+def check_ledgers(theirs: RolloutStats, ours: dict[str, int], *, dropped: bool) -> None:
+    """Holds the collector's accounts against the buffer's, after the same messages.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    # Drops travel the other way: where there are any, only the sum is the same at every instant.
+    names = ("submitted", "running", "accepted", "rejected")
+    names = names[:1] if dropped or ours["dropped"] else names
+    found = {name: getattr(theirs, name) for name in names}
+    if found != {name: ours[name] for name in names}:
+        raise RuntimeError(f"the collector counts {found} groups, the replay buffer {ours}")
