@@ -37,16 +37,30 @@ def store(tmp_path: Path) -> WeightStore:
 async def _answers_across_switches(
     engine: VLLMEngine, paths: dict[int, Path], count: int, tag: str
 ) -> list[Generation]:
-    """Long answers that are under way at each of the switches."""
+    """Long answers that are under way at each of the switches; looked at before and behind each."""
     running = [
         asyncio.ensure_future(engine.generate(PROMPT, LONG, request_id=f"{tag}{i}", seed=i))
         for i in range(count)
     ]
+    assert engine.partial_answer(f"{tag}0") is None  # not sent yet
+    seen = []
     for version, path in paths.items():
         between = await engine.generate(PROMPT, SHORT, request_id=f"{tag}-before-{version}")
         assert between.finish_reason == "length"
+        seen += [(i, engine.partial_answer(f"{tag}{i}")) for i in range(count)]
         await engine.update_weights(version, path)
-    return await asyncio.gather(*running)
+        seen += [(i, engine.partial_answer(f"{tag}{i}")) for i in range(count)]
+    answers = await asyncio.gather(*running)
+    if engine.on_update == "abort":  # At first it has not been sent again.
+        seen = [(i, begun) for i, begun in seen if begun is not None]
+    for i, begun in seen:
+        size = len(begun.token_ids)
+        assert size and begun.finish_reason == "abort"
+        for name in ("token_ids", "log_probs", "versions"):
+            assert getattr(begun, name) == getattr(answers[i], name)[:size]
+    assert len({len(begun.token_ids) for _, begun in seen}) >= len(paths)
+    assert engine.partial_answer(f"{tag}0") is None
+    return answers
 
 
 class TestSwitch:

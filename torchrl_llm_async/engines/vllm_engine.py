@@ -274,10 +274,13 @@ class VLLMEngine:
         return answer
 
     def partial_answer(self, request_id: str) -> Generation | None:
-        """What is known so far of a running answer, or None; see the protocol."""
+        """What is known so far of a running answer, or None; see the protocol.
+
+        Right behind a switch with ``on_update="abort"``, what it was last submitted with.
+        """
         begun = self._begun.get(request_id)
         if begun is None or self._engine is None:
-            return begun
+            return None
         answer = begun.followed_by(so_far(self._engine, request_id))
         return answer if answer.token_ids else None
 
