@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,8 @@ def test_what_is_read_is_not_the_file(tmp_path: Path) -> None:
         ({"a": {3: 1}}, r"state\.a has the key 3"),
         ([{"__tensor__": 1}], r"state\[0\] has the key '__tensor__'"),
         ([np.float32(1)], r"state\[0\] is a float32"),
+        ({"a": np.array(["text"])}, r"state\.a is an array of '<U4'"),
+        ({"a": np.arange(2, dtype=">i4")}, r"state\.a is an array of '>i4'"),
     ],
 )
 def test_what_is_no_tree_is_refused_by_its_place(tree, message, tmp_path: Path) -> None:
@@ -105,3 +108,29 @@ def test_files_of_two_states_are_refused(tmp_path: Path) -> None:
         load_tree(tmp_path / "s")
     with pytest.raises(FileNotFoundError):
         load_tree(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["int64", 0, -1],
+        ["int64", 2, -1, -2],
+        ["int64", -1, 1],
+        ["int64", 3, 2],
+        ["int64", 0, 10**30],
+        ["int64", 0.0, 1],
+        ["int64"],
+        ["float32", 0, 1],
+        5,
+    ],
+)
+def test_tensors_that_are_not_there_are_refused(entry, tmp_path: Path) -> None:
+    save_tree(tmp_path / "s", [torch.arange(4)])
+    (tmp_path / "s.json").write_text(json.dumps([{"__tensor__": entry}]))
+    with pytest.raises(ValueError, match="torn, or not of one state"):
+        load_tree(tmp_path / "s")
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    with full_disk(1_000), pytest.raises(OSError, match="can't be written"):
+        save_tree(tmp_path / "s", [torch.zeros(10_000)])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import random
+import tempfile
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -30,19 +34,46 @@ class BufferMachine(RuleBasedStateMachine):
         max_staleness=st.integers(0, 2),
         group_size=st.integers(1, 2),
         drop=st.booleans(),
+        max_reuse=st.integers(1, 3),
+        reuse=st.sampled_from(["recency", "reward", "uniform"]),
     )
-    def start(self, groups_per_step, max_staleness, group_size, drop):
+    def start(self, groups_per_step, max_staleness, group_size, drop, max_reuse, reuse):
         self.total_steps = 5
-        bounds = dict(groups_per_step=groups_per_step, max_staleness=max_staleness)
-        self.controller = StalenessController(**bounds, total_steps=self.total_steps)
-        self.buffer = make_buffer(
-            **bounds,
+        self.bounds = dict(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self.options = dict(
             group_size=group_size,
             on_stale="drop" if drop else "wait",
             on_drop=self.on_drop if drop else None,
+            max_reuse=max_reuse if max_staleness else 1,
+            reuse=reuse,
         )
+        self.begin_anew()
         self.running, self.sent, self.dropped = {}, [], set()
-        self.next_id, self.consumed, self.delivered = 0, [], 0
+        self.next_id, self.consumed, self.delivered, self.uses = 0, [], 0, Counter()
+        self.checkpoint()
+
+    def begin_anew(self):
+        self.controller = StalenessController(**self.bounds, total_steps=self.total_steps)
+        self.buffer = make_buffer(**self.bounds, **self.options)
+
+    _OWN = ("running", "sent", "dropped", "next_id", "consumed", "delivered", "uses")
+
+    @rule()
+    def checkpoint(self):
+        own = {name: getattr(self, name) for name in self._OWN}
+        self.cut = self.buffer.snapshot(), self.controller.state_dict(), copy.deepcopy(own)
+
+    @rule()
+    def crash_and_resume(self):
+        snapshot, controller, own = self.cut
+        self.begin_anew()
+        with tempfile.TemporaryDirectory() as folder:
+            snapshot.save(folder)
+            self.buffer.loads(folder)
+        state = json.loads(json.dumps(controller))
+        self.controller.load_state_dict(state, step=self.buffer.consumer_version)
+        for name, value in copy.deepcopy(own).items():
+            setattr(self, name, value)
 
     def on_drop(self, group_id, reason):
         assert self.controller.drop(group_id, reason)
@@ -92,11 +123,13 @@ class BufferMachine(RuleBasedStateMachine):
     def train(self):
         step = self.buffer.consumer_version
         try:
-            batch = self.buffer.sample(timeout=0)
+            batch, info = self.buffer.sample(timeout=0, return_info=True)
         except TimeoutError:
             assert self.buffer.consumer_version == step
             return
-        assert len(batch) == self.buffer.batch_size
+        size = self.buffer.group_size
+        reused = len(info["reused_ids"])
+        assert len(batch) == self.buffer.batch_size + reused * size
         for row in batch.unbind(0):
             versions = row["policy_version", "full"]
             lag = step - versions[versions >= 0]
@@ -105,9 +138,12 @@ class BufferMachine(RuleBasedStateMachine):
             tuple(int(row["group", key]) for key in ("start_version", "id", "index"))
             for row in batch.unbind(0)
         ]
-        assert order == sorted(order)
-        self.consumed += [group_id for _, group_id, index in order if index == 0]
         assert len(order) == len(set(order))
+        self.uses.update(group_id for _, group_id, index in order if index == 0)
+        assert max(self.uses.values()) <= self.options["max_reuse"]
+        fresh = order[: self.buffer.batch_size]
+        assert fresh == sorted(fresh)
+        self.consumed += [group_id for _, group_id, index in fresh if index == 0]
 
     @rule()
     def publish(self):
@@ -130,7 +166,8 @@ class BufferMachine(RuleBasedStateMachine):
             + stats["groups_rejected"]
         )
         size = self.buffer.group_size
-        assert stats["size"] == len(self.buffer) == stats["groups_ready"] * size
+        held = stats["groups_ready"] + len(self.buffer.sampler.reusable)
+        assert stats["size"] == len(self.buffer) == held * size
         assert self.delivered == (stats["groups_ready"] + stats["groups_consumed"]) * size
         assert len(self.buffer.storage) <= self.buffer.storage.max_size
 
@@ -159,7 +196,7 @@ class BufferMachine(RuleBasedStateMachine):
 
 TestBufferMachine = pytest.mark.inv1(pytest.mark.inv4(BufferMachine.TestCase))
 TestBufferMachine.settings = settings(
-    max_examples=40,
+    max_examples=120,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
