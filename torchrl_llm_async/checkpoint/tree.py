@@ -8,6 +8,8 @@ neither atomicity nor durability is its affair (:mod:`.store`).
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,6 +36,7 @@ def save_tree(path: Path, tree: Tree) -> None:
 
     Raises:
         TypeError: something else is in it; the message says where.
+        OSError: the disk is full or gone.
 
     Examples:
         >>> import tempfile
@@ -42,18 +45,18 @@ def save_tree(path: Path, tree: Tree) -> None:
         >>> load_tree(path)
         {'step': 3, 'rows': [tensor([0, 1]), tensor([0, 1, 2])]}
     """
-    arenas: dict[str, list[torch.Tensor]] = {}
-    sizes: dict[str, int] = {}
+    arenas: dict[torch.dtype, list[torch.Tensor]] = {}
+    sizes: dict[torch.dtype, int] = {}
 
     def encode(node: Tree, place: str) -> Any:
         if isinstance(node, np.ndarray):
-            node = torch.from_numpy(np.ascontiguousarray(node).reshape(node.shape))
+            node = _as_tensor(node, place)
         if isinstance(node, torch.Tensor):
-            name = str(node.dtype).removeprefix("torch.")
-            begin = sizes.get(name, 0)
-            arenas.setdefault(name, []).append(node.detach().reshape(-1))
-            sizes[name] = begin + node.numel()
-            return {_TENSOR: [name, begin, *node.shape]}
+            dtype = node.dtype
+            begin = sizes.get(dtype, 0)
+            arenas.setdefault(dtype, []).append(node.detach().reshape(-1))
+            sizes[dtype] = begin + node.numel()
+            return {_TENSOR: [_name(dtype), begin, *node.shape]}
         if node is None or type(node) in (bool, int, float, str):
             return node
         if isinstance(node, list | tuple):
@@ -69,9 +72,23 @@ def save_tree(path: Path, tree: Tree) -> None:
         )
 
     text = json.dumps(encode(tree, path.name))
-    flat = {name: torch.cat(parts) for name, parts in arenas.items()}
-    save_file(flat, path.with_name(path.name + ".safetensors"))
+    flat = {_name(dtype): torch.cat(parts) for dtype, parts in arenas.items()}
+    write_tensors(path.with_name(path.name + ".safetensors"), flat)
     path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a safetensors file; other threads go on meanwhile.
+
+    Raises:
+        OSError: the disk is full or gone. safetensors 0.8 has an error of its own for it.
+    """
+    try:
+        save_file(dict(tensors), file, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{file} can't be written ({error}); has the disk room?") from error
 
 
 def load_tree(path: Path) -> Tree:
@@ -88,9 +105,10 @@ def load_tree(path: Path) -> Tree:
             if _TENSOR not in node:
                 return node
             name, begin, *shape = node[_TENSOR]
-            size = int(np.prod(shape, dtype=np.int64))
-            values = flat[name][begin : begin + size]
-            return values.reshape(shape).clone()
+            end = begin + math.prod(shape)
+            if not 0 <= begin <= end <= len(flat[name]) or min(shape, default=0) < 0:
+                raise ValueError(f"{name}[{begin}:{end}] of {len(flat[name])} is asked for")
+            return flat[name][begin:end].reshape(shape).clone()
 
         text = path.with_name(path.name + ".json").read_text(encoding="utf-8")
         return json.loads(text, object_hook=decode)
@@ -100,4 +118,18 @@ def load_tree(path: Path) -> Tree:
         raise ValueError(
             f"{path}.json and .safetensors can't be read ({type(error).__name__}: {error}); they "
             "are torn, or not of one state"
+        ) from error
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _as_tensor(array: np.ndarray, place: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{place} is an array of {array.dtype.str!r}, which torch has not; give numbers or "
+            "bools in the machine's byte order"
         ) from error
