@@ -67,6 +67,11 @@ def test_checked_in_configs_pass(path):
         ("clip_grad_norm=0", r"clip_grad_norm is 0.0; it must be above 0, or null"),
         ("on_stale=never", r"on_stale is 'never'; it must be 'wait' or 'drop'"),
         ("num_engines=0", r"num_engines is 0; it must be at least 1"),
+        ("keep_checkpoints=0", r"keep_checkpoints is 0; it must be at least 1"),
+        ("checkpoint_every=0", r"checkpoint_every is 0; it must be at least 1, or null"),
+        ("max_reuse=0", r"max_reuse is 0; it must be at least 1"),
+        ("reuse=random", r"reuse is 'random'; it must be 'recency', 'reward' or 'uniform'"),
+        ("reuse_groups=4", r"reuse_groups is 4 and max_reuse 1; groups are reused if"),
         ("group_filter._component_=builtins.nothing", r"group_filter._component_ is .*nothing'"),
         ("device=gpu", r"device is 'gpu'; it must be 'cpu' or 'cuda'"),
         ("weights_dir=no/where", r"weights_dir is 'no/where', which is no folder"),
@@ -86,6 +91,12 @@ def test_mistakes_are_named(cfg, override, message):
     with pytest.raises(ConfigError, match=message) as error:
         load_config(with_overrides(cfg, override))
     assert "\n" not in str(error.value)
+
+
+def test_reuse_needs_staleness(cfg):
+    with pytest.raises(ConfigError, match="max_reuse is 2, but at the step after its own"):
+        load_config(with_overrides(cfg, "max_reuse=2", "max_staleness=0"))
+    load_config(with_overrides(cfg, "max_reuse=2", "reuse_groups=16", "reuse=reward"))
 
 
 def test_a_missing_key_is_named(cfg):
