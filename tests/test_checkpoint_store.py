@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
+import os
 import random
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
 from torchrl_llm_async.checkpoint import CheckpointStore
 
@@ -95,6 +98,12 @@ def flip(path: Path) -> None:
         (lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "no readable manifest.json"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"),
+        (
+            lambda folder: (folder / "manifest.json").write_text(
+                '{"format": 1, "commit": "2", "files": {}}'
+            ),
+            "no readable manifest.json",
+        ),
     ],
 )
 def test_a_damaged_one_is_passed_over(damage, message: str, tmp_path: Path) -> None:
@@ -109,6 +118,62 @@ def test_a_damaged_one_is_passed_over(damage, message: str, tmp_path: Path) -> N
     write(store, 30)
     assert store.newest().name == "step_00030"
     assert len(names(store)) == 2
+
+
+def test_any_flipped_bit_leaves_a_good_one(tmp_path: Path) -> None:
+    """Also in a manifest, where it can change no more than which of the good ones is taken."""
+    store = CheckpointStore(tmp_path, keep=2)
+    good, other = write(store, 10), write(store, 20)
+    for file in (path for path in other.rglob("*") if path.is_file()):
+        data = file.read_bytes()
+        for bit in range(0, 8 * len(data), 11):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(flipped)
+            newest = store.newest()
+            assert newest == good or (file.name == "manifest.json" and newest == other)
+        file.write_bytes(data)
+    assert store.newest() == other
+
+
+def test_one_that_cannot_be_read_is_passed_over(tmp_path: Path, monkeypatch) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    good, bad = write(store, 10), write(store, 20)
+    digest = hashlib.file_digest
+
+    def bad_sector(stream, name: str):
+        if Path(stream.name) == bad / "b" / "c":
+            raise OSError(5, "Input/output error")
+        return digest(stream, name)
+
+    monkeypatch.setattr("hashlib.file_digest", bad_sector)
+    with pytest.raises(ValueError, match="b/c can't be read"):
+        CheckpointStore.verified(bad)
+    assert store.newest() == good
+
+
+def test_every_file_and_folder_is_synced_before_it_counts(tmp_path: Path, monkeypatch) -> None:
+    synced: set[Path] = set()
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", note)
+    store = CheckpointStore(tmp_path / "new")
+    folder = store.begin(1)
+    (folder / "only" / "folders").mkdir(parents=True)
+    (folder / "only" / "folders" / "file").write_text("x")
+    rename = Path.rename
+
+    def renamed(source: Path, target: Path) -> Path:
+        assert {folder, *folder.rglob("*")} <= synced
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    store.commit(1)
+    assert {tmp_path, tmp_path / "new"} <= synced
 
 
 def test_one_of_another_format_says_so(tmp_path: Path) -> None:
@@ -133,6 +198,22 @@ def test_an_error_while_committing_leaves_the_one_before(tmp_path: Path, monkeyp
     assert store.newest() == good
     write(store, 20)
     assert store.newest().name == "step_00020"
+
+
+def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    good = write(store, 10)
+    store.begin(20)
+    with full_disk(100), pytest.raises(OSError, match="too large"):
+        write(store, 20)
+    with full_disk(1_000), pytest.raises(OSError, match="too large"):
+        folder = store.begin(20)
+        for index in range(20):  # The manifest alone is too long.
+            (folder / f"file-{index}").write_text("x")
+        store.commit(20)
+    assert store.newest() == good
+    write(store, 20)
+    assert names(store) == ["step_00010", "step_00020"]
 
 
 def test_keep_is_checked(tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ class CheckpointStore:
 
     def begin(self, version: int) -> Path:
         """An empty folder to write the checkpoint of ``version`` into."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        if not self.root.exists():
+            self.root.mkdir(parents=True)
+            _sync(self.root.parent)
         for suffix in (".part", ".old"):  # of a process that was killed
             for left_over in self.root.glob(f"step_*{suffix}"):
                 shutil.rmtree(left_over)
@@ -73,8 +75,8 @@ class CheckpointStore:
             "files": {str(file.relative_to(part)): _fingerprint(file) for file in files},
         }
         (part / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-        folders = {file.parent for file in files} | {part}
-        for path in (*files, part / _MANIFEST, *folders):
+        folders = [path for path in part.rglob("*") if path.is_dir()]
+        for path in (*files, part / _MANIFEST, *folders, part):
             _sync(path)
         # The name may be taken, by a run that was resumed before it came here again.
         final, again = self.root / f"step_{version:05d}", 1
@@ -113,9 +115,14 @@ class CheckpointStore:
             )
         for name, expected in manifest["files"].items():
             file = folder / name
-            if not file.is_file() or _fingerprint(file) != expected:
-                state = "differs from what was written" if file.is_file() else "is missing"
-                raise ValueError(f"{folder} is damaged: {name} {state}")
+            if not file.is_file():
+                raise ValueError(f"{folder} is damaged: {name} is missing")
+            try:
+                found = _fingerprint(file)
+            except OSError as error:  # A bad sector is damage like any other.
+                raise ValueError(f"{folder} is damaged: {name} can't be read ({error})") from error
+            if found != expected:
+                raise ValueError(f"{folder} is damaged: {name} differs from what was written")
         return folder
 
     def _part(self, version: int) -> Path:
@@ -136,7 +143,12 @@ def _read_manifest(folder: Path) -> dict | None:
         manifest = json.loads((folder / _MANIFEST).read_text())
     except (OSError, ValueError):
         return None
-    is_whole = isinstance(manifest, dict) and {"format", "commit", "files"} <= manifest.keys()
+    is_whole = (
+        isinstance(manifest, dict)
+        and "format" in manifest
+        and isinstance(manifest.get("commit"), int)
+        and isinstance(manifest.get("files"), dict)
+    )
     return manifest if is_whole else None
 
 
