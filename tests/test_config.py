@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from tensordict import NonTensorData
 
 from torchrl_llm_async.collectors import AsyncLLMCollector
+from torchrl_llm_async.envs import WrittenSumsEnv
 from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS
 from torchrl_llm_async.recipes.config import PACKAGE_DIR, ConfigError, RecipeConfig, load_config
 
@@ -91,6 +93,20 @@ def test_mistakes_are_named(cfg, override, message):
     with pytest.raises(ConfigError, match=message) as error:
         load_config(with_overrides(cfg, override))
     assert "\n" not in str(error.value)
+
+
+class EnvWithASet(WrittenSumsEnv):
+    """Its reset gives something that is neither a tensor nor a plain value."""
+
+    def _reset(self, tensordict=None, **kwargs):
+        return super()._reset(tensordict, **kwargs).set("seen", NonTensorData({1, 2}))
+
+
+def test_an_observation_that_no_checkpoint_can_hold_is_named(cfg, monkeypatch):
+    cfg.env = {"_component_": f"{__name__}.EnvWithASet"}
+    with pytest.raises(ConfigError, match=r"env: .*observation.*is a set .*checkpoint_every: null"):
+        load_config(cfg)
+    load_config(with_overrides(cfg, "checkpoint_every=null"))
 
 
 def test_reuse_needs_staleness(cfg):

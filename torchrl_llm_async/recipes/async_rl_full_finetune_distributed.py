@@ -286,16 +286,14 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
     def _log(self, step: int, metrics: dict[str, float], batch: StepBatch) -> None:
         """Adds the collector's and the buffer's figures, then logs and shows them all."""
         metrics |= batch.figures
-        metrics |= {
-            k: v for k, v in self._buffer.stats().items() if k.startswith(("lag_", "groups_"))
-        }
+        logged = ("lag_", "groups_", "flight_", "queue_", "rejected/", "dropped/", "discarded_")
+        metrics |= {k: v for k, v in self._buffer.stats().items() if k.startswith(logged)}
         before, self._collected = self._collected, self._collector.stats()
         gained = {key: value - before.get(key, 0) for key, value in self._collected.items()}
         metrics |= {
             "generation_tokens_per_s": gained["sampled_tokens"] / max(gained["elapsed_s"], 1e-9),
             "generation_waited_s": gained["waiting_for_trainer_s"],
             "weight_update_s": gained["weight_update_s"],
-            "groups_rejected": gained["rejected"],
             "engine_restarts": gained["engine_restarts"],
             "training_tokens_per_s": batch.figures["trained_tokens"] / metrics["train_s"],
             "learning_rate": self._optimizer.param_groups[0]["lr"],

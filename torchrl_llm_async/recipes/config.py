@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import sys
+import tempfile
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 from torchtune.models.qwen2._convert_weights import _FROM_HF as _QWEN2_FROM_HF
 
+from torchrl_llm_async.checkpoint import save_tree
 from torchrl_llm_async.collectors.conversation import Conversation
+from torchrl_llm_async.collectors.state import pack_problem
 from torchrl_llm_async.recipes.batches import _ROWS_PER_UNIT
 from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS
 from torchrl_llm_async.recipes.resume import find_checkpoint, resume_folder
@@ -472,6 +475,8 @@ def _check_prompts(cfg: DictConfig, context: int, samples: int = 32) -> None:
                 f"{key}: {cfg[key]['_component_']} can't give a prompt; its reset: "
                 f"{_one_line(error)}"
             ) from error
+        if key == "env" and cfg.checkpoint_every is not None:
+            _check_observation(prompts[0])
         longest = max(prompt.prompt_length for prompt in prompts)
         if longest + cfg.sampling.max_new_tokens > context:
             raise ConfigError(
@@ -479,3 +484,15 @@ def _check_prompts(cfg: DictConfig, context: int, samples: int = 32) -> None:
                 f"{cfg.sampling.max_new_tokens} it does not fit the context of {context} tokens; "
                 "shorten the answer, filter the prompts or raise engine.max_model_len"
             )
+
+
+def _check_observation(problem: Conversation) -> None:
+    """Groups in flight are saved with what the environment gave for them."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_tree(Path(folder) / "env", pack_problem(problem))
+        except TypeError as error:
+            raise ConfigError(
+                f"env: its reset gives what no checkpoint can hold: {error}; change it, or set "
+                "checkpoint_every: null"
+            ) from error

@@ -122,7 +122,9 @@ class Report:
 
     def table(self, *, tokens: int, checkpoint: Path, best: tuple[float, int], log: Path) -> str:
         """The closing table, its last line the accuracy before and after."""
-        first, last = self.evaluations[0], self.evaluations[-1]
+        # In a resumed run the first may come late.
+        *_, last = evaluations = sorted(self.evaluations, key=lambda found: found.version)
+        first = evaluations[0]
         gain = PairedGain.of(first.rewards, last.rewards)
         rows = [
             ("held-out problems", f"{len(first.rewards)}, greedy"),
