@@ -83,24 +83,6 @@ def test_the_checkpoint_is_an_ordinary_hugging_face_folder_that_has_learnt(ppo_r
     assert all(moved)
 
 
-@pytest.mark.inv1
-def test_tune_async_from_another_folder_with_dpo_synchronously(tmp_path):
-    """Another loss is one line, and so is the synchronous run."""
-    succeed(
-        launch(
-            *("tune-async", "run", "--nproc_per_node", "2", "async_rl_full_finetune_distributed"),
-            *("--config", "arithmetic_ppo", "output_dir=out", *SHORT),
-            "loss._component_=torchrl_llm_async.objectives.OnlineDPOLoss",
-            "max_staleness=0",
-            cwd=tmp_path,
-        )
-    )
-    steps = metrics(tmp_path / "out")
-    assert all(steps[step]["lag_token_max"] == 0 for step in (1, 2, 3))
-    # Policy and reference are the same at the first minibatch, so the first loss is log 2.
-    assert steps[1]["loss_preference"] == pytest.approx(0.693, abs=0.02)
-
-
 def test_a_config_error_is_printed_once_and_nothing_starts(tmp_path):
     process = tune_run(tmp_path / "out", "group_size=1")
     output = finish(process)

@@ -88,17 +88,23 @@ class Family:
 
 
 class Run:
-    """A run at staleness 2 that is started again and again."""
+    """A run at staleness 2 that is started again and again.
+
+    By another command than the others, from another folder and with another loss.
+    """
 
     def __init__(self, folder: Path, steps: int):
-        self.folder, self.steps = folder, steps
+        self.folder, self.steps = folder / "out", steps
 
     def go_on(self) -> subprocess.Popen:
-        return tune_run(
-            self.folder,
+        return launch(
+            *("tune-async", "run", "--nproc_per_node", "2", "async_rl_full_finetune_distributed"),
+            *("--config", "arithmetic_ppo", "output_dir=out"),
+            "loss._component_=torchrl_llm_async.objectives.OnlineDPOLoss",
             *(f"total_steps={self.steps}", f"groups_per_step={GROUPS_PER_STEP}"),
             *("minibatches_per_step=2", "evaluate_every=6", "eval_problems=20"),
             *("dump_samples=true", "checkpoint_every=2", "resume=auto"),
+            cwd=self.folder.parent,
         )
 
     def newest(self) -> int:
@@ -142,16 +148,18 @@ def test_a_run_interrupted_then_killed_while_it_saves_loses_nothing(tmp_path: Pa
 
     # Ctrl-C reaches the whole process group of a terminal; here its leader hands it on.
     process = run.go_on()
-    wait_until(lambda: run.newest() >= 2 and len(ledger(tmp_path)) >= 3, process)
+    wait_until(lambda: run.newest() >= 2 and len(ledger(run.folder)) >= 3, process)
     family = Family(process)
     assert len(family.all) >= 4  # two ranks, collector, engine core
     output = family.end(psutil.Process(process.pid), signal.SIGINT, within=10.0)
     assert "interrupted; what was written so far" in output
-    before, cut = ledger(tmp_path), run.newest()
+    before, cut = ledger(run.folder), run.newest()
+    # Policy and reference are the same at the first minibatch, so the first loss is log 2.
+    assert metrics(run.folder)[1]["loss_preference"] == pytest.approx(0.693, abs=0.02)
 
     process = run.go_on()
     wait_until(lambda: run.newest() > cut, process)
-    assert ledger(tmp_path)[:cut] == before[:cut]
+    assert ledger(run.folder)[:cut] == before[:cut]
     family = Family(process)
     wait_until(run.is_writing, process)
     cut = run.newest()
@@ -178,8 +186,8 @@ def test_whoever_is_killed_at_whatever_point_nothing_is_lost(who: str, tmp_path:
             wait_until(run.is_writing, process)
         if who == "engine":  # which is replaced, and the run goes on
             family.engine.send_signal(signal.SIGKILL)
-            reached = len(ledger(tmp_path))
-            wait_until(lambda reached=reached: len(ledger(tmp_path)) > reached + 3, process)
+            reached = len(ledger(run.folder))
+            wait_until(lambda reached=reached: len(ledger(run.folder)) > reached + 3, process)
             family.kill(family.trainer)
         else:
             output = family.kill(getattr(family, who))

@@ -6,13 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from groups import make_group
 from omegaconf import OmegaConf
 
-from torchrl_llm_async.checkpoint import CheckpointStore, save_tree
+from torchrl_llm_async.checkpoint import (
+    CheckpointStore,
+    TrainingSnapshot,
+    TrainingState,
+    save_tree,
+)
 from torchrl_llm_async.data import StalenessReplayBuffer
 from torchrl_llm_async.recipes.config import PACKAGE_DIR, ConfigError, load_config
-from torchrl_llm_async.recipes.resume import Records
+from torchrl_llm_async.recipes.resume import Records, RunCheckpoints
 from torchrl_llm_async.staleness import StalenessController
 
 CONFIG = PACKAGE_DIR / "recipes" / "configs" / "arithmetic_ppo.yaml"
@@ -127,3 +135,33 @@ def test_records_go_on_behind_the_checkpoint(tmp_path):
     assert [line["groups"] for line in lines] == [[1], [2], [30]]
     Records(path, up_to=None).close()
     assert path.read_text() == ""
+
+
+def save_with_a_full_disk(rank: int, folder: Path) -> None:
+    """A checkpoint of two ranks, and another for which rank 1 has no room."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = torch.nn.Linear(2, 2)
+    state = TrainingState(model, torch.optim.AdamW(model.parameters()))
+    cfg = OmegaConf.create({"keep_checkpoints": 1})
+    checkpoints = RunCheckpoints(folder / "resume", state, cfg, dist.group.WORLD)
+    checkpoints.begin(1, cut=None)
+    checkpoints.finish()
+
+    def save(snapshot, folder):
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        TrainingSnapshot.save = save
+    checkpoints.begin(2, cut=None)
+    with pytest.raises(OSError, match="another rank" if rank == 0 else "No space left"):
+        while True:
+            checkpoints.advance()
+    dist.destroy_process_group()
+
+
+@pytest.mark.inv5
+def test_a_rank_that_can_not_write_leaves_the_checkpoint_before(tmp_path):
+    mp.spawn(save_with_a_full_disk, (tmp_path,), nprocs=2)
+    newest = CheckpointStore(tmp_path / "resume").newest()
+    assert newest.name == "step_00001"
+    assert len(list((newest / "training").iterdir())) == 2

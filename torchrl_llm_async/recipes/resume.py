@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +86,13 @@ class RunCheckpoints:
         """
         if self._written is None:
             return
-        is_written = torch.tensor(self._written[1].done())
-        dist.all_reduce(is_written, dist.ReduceOp.MIN, group=self._group)
-        if is_written:
+        if self._on_all_ranks(self._written[1].done()):
             self._commit()
 
     def finish(self) -> None:
         """Waits until what is under way is whole."""
         if self._written is not None:
-            self._written[1].result()
-            dist.barrier(group=self._group)
+            wait([self._written[1]])
             self._commit()
         if self._committed is not None:
             self._committed.result()
@@ -103,12 +100,20 @@ class RunCheckpoints:
 
     def _commit(self) -> None:
         version, writing = self._written
-        writing.result()
+        # Without a rank's files it must not become the newest, and the ones before be removed.
+        if not self._on_all_ranks(writing.exception() is None):
+            writing.result()
+            raise OSError(f"another rank could not write checkpoint {version}; its error says why")
         if self._committed is not None:
             self._committed.result()
         if self._is_rank_zero:
             self._committed = self._thread.submit(self._store.commit, version)
         self._written = None
+
+    def _on_all_ranks(self, here: bool) -> bool:
+        everywhere = torch.tensor(here)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._group)
+        return bool(everywhere)
 
 
 class Records:
