@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torchrl_llm_async.collectors import Cut
 from torchrl_llm_async.engines import SamplingConfig
 
 STEPS = 8
+LONG = SamplingConfig(max_new_tokens=16)
 
 
 class EnvWithState(ScriptedEnv):
@@ -32,11 +34,17 @@ class EnvWithState(ScriptedEnv):
         self._next = state["next"]
 
 
-class TwoAnswers(ScriptedEngine):
-    """Long enough answers for every cut to find some half done."""
+class SlowEngine(ScriptedEngine):
+    """Takes so long for an answer that a cut finds some half done, however busy the machine."""
 
-    def __init__(self, **options):
-        super().__init__(length=12, ticks=3, **options)
+    def __init__(self, ticks=200):
+        super().__init__(length=12, ticks=ticks)
+
+    def wait_until_half_done(self):
+        deadline = time.monotonic() + 20
+        while not any(answer.token_ids for answer in list(self.answers.values())):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)  # between two looks
 
 
 def saved(cut: Cut, folder: Path) -> None:
@@ -86,24 +94,22 @@ SETTINGS = {
 def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_path):
     rng = random.Random(name)
     settings = {
-        "engine": None,
         "total_steps": STEPS,
         "max_staleness": 2,
-        "sampling": SamplingConfig(max_new_tokens=16),
+        "sampling": LONG,
         **SETTINGS[name],
     }
 
-    def options():
-        return {**settings, "engine": TwoAnswers()}
-
-    buffer = make_buffer(max_staleness=2)
-    collector = make_collector(replay_buffer=buffer, **options())
+    buffer, engine = make_buffer(max_staleness=2), SlowEngine()
+    collector = make_collector(replay_buffer=buffer, **settings, engine=engine)
     collector.start()
     step, trained, taken_up = 0, {}, 0
     for attempt in range(6):
         # Goes on for some steps, and is cut and then lost somewhere behind the cut.
-        upto = min(step + rng.randrange(0, 3), STEPS - 1)
+        upto = min(step + max(rng.randrange(0, 3), attempt == 0), STEPS - 3)
         trained |= train(collector, buffer, range(step, upto))
+        if upto > step:  # New weights are served, so others are begun.
+            engine.wait_until_half_done()
         cut = collector.cut()
         step = upto
         ahead = train(collector, buffer, range(step, min(step + rng.randrange(0, 2), STEPS)))
@@ -114,7 +120,8 @@ def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_p
         taken_up += sum(
             bool(member) for group in cut.collector["groups"] for member in group["members"]
         )
-        collector, buffer = restored(make_collector, folder, **options())
+        engine = SlowEngine()
+        collector, buffer = restored(make_collector, folder, **settings, engine=engine)
         assert buffer.consumer_version == step
         assert buffer.ledger() == {
             **{key: cut.collector["stats"][key] for key in ("submitted", "rejected", "dropped")},
@@ -139,9 +146,9 @@ def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_p
 @pytest.mark.inv2
 @pytest.mark.inv4
 def test_what_was_sampled_is_not_sampled_again(make_collector, tmp_path):
-    engine = TwoAnswers()
+    engine = SlowEngine()
     buffer = make_buffer(max_staleness=2)
-    settings = dict(total_steps=3, max_staleness=2, sampling=SamplingConfig(max_new_tokens=16))
+    settings = dict(total_steps=3, max_staleness=2, sampling=LONG)
     collector = make_collector(engine=engine, replay_buffer=buffer, **settings)
     collector.start()
     collector.wait_until_ready()
@@ -150,7 +157,7 @@ def test_what_was_sampled_is_not_sampled_again(make_collector, tmp_path):
         sampled = engine.sampled
     saved(cut, tmp_path)
     collector.shutdown()
-    again = TwoAnswers()
+    again = SlowEngine()
     collector, buffer = restored(make_collector, tmp_path, engine=again, **settings)
     collector.start()
     train(collector, buffer, range(3))
@@ -161,16 +168,16 @@ def test_what_was_sampled_is_not_sampled_again(make_collector, tmp_path):
 
 @pytest.mark.inv1
 def test_nothing_is_taken_up_before_weights_as_new_are_served(make_collector, tmp_path):
-    settings = dict(total_steps=6, sampling=SamplingConfig(max_new_tokens=16))
+    settings = dict(total_steps=6, sampling=LONG)
     buffer = make_buffer()
-    collector = make_collector(engine=TwoAnswers(), replay_buffer=buffer, **settings)
+    collector = make_collector(engine=SlowEngine(), replay_buffer=buffer, **settings)
     collector.start()
     train(collector, buffer, range(2))
     buffer.sample(timeout=60)
     collector.serve_weights("unread", version=3).result(20)
     saved(collector.cut(), tmp_path)
     collector.shutdown()
-    engine = TwoAnswers()
+    engine = SlowEngine()
     collector, buffer = restored(make_collector, tmp_path, engine=engine, **settings)
     collector.start()
     collector.wait_until_ready()
@@ -189,7 +196,11 @@ def test_nothing_is_taken_up_before_weights_as_new_are_served(make_collector, tm
 def test_groups_dropped_by_the_trainer_at_the_cut_are_dropped_once_more(make_collector, tmp_path):
     """The message may be under way; then the collector's state still has the group running."""
     settings = dict(
-        total_steps=4, env=lambda: ScriptedEnv(hang_at=(1,)), step_timeout=600, env_workers=8
+        total_steps=4,
+        env=lambda: ScriptedEnv(hang_at=(1,)),
+        step_timeout=600,
+        env_workers=8,
+        sampling=LONG,
     )
     dropped = []
 
@@ -199,10 +210,12 @@ def test_groups_dropped_by_the_trainer_at_the_cut_are_dropped_once_more(make_col
         )
 
     buffer = make_buffer(**fresh())
-    collector = make_collector(replay_buffer=buffer, **settings)
+    engine = SlowEngine(ticks=2000)
+    collector = make_collector(engine=engine, replay_buffer=buffer, **settings)
     collector.start()
     train(collector, buffer, range(2))
     assert dropped == [(1, "stale")]
+    engine.wait_until_half_done()
     cut = collector.cut()
     assert cut.collector["pending_drops"] == [] and cut.buffer.state["late"] == []
     # As it would be had the collector not heard of it.
@@ -238,16 +251,17 @@ def test_an_environment_that_does_not_repeat_itself_is_told(make_collector, tmp_
             Forgetful.begun += 1
 
     buffer = make_buffer()
-    collector = make_collector(env=Forgetful, env_workers=1, replay_buffer=buffer)
+    settings = dict(env=Forgetful, env_workers=1, total_steps=50)
+    collector = make_collector(replay_buffer=buffer, **settings)
     collector.start()
     collector.wait_until_ready()
     train(collector, buffer, range(1))
     saved(collector.cut(), tmp_path)
     collector.shutdown()
-    collector, buffer = restored(make_collector, tmp_path, env=Forgetful)
+    collector, buffer = restored(make_collector, tmp_path, **settings)
     collector.start()
     with pytest.raises(RuntimeError, match="poses another problem than it did"):
-        train(collector, buffer, range(1, 2))
+        train(collector, buffer, range(1, 50))
 
 
 @pytest.mark.inv5
