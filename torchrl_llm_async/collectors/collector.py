@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
@@ -35,15 +35,6 @@ from torchrl_llm_async.collectors.settings import GroupFilter, RolloutConfig, Ro
 from torchrl_llm_async.data.replay_buffer import StalenessReplayBuffer
 from torchrl_llm_async.data.trajectory import stack_group
 from torchrl_llm_async.engines import EnginePool, GenerationEngine, SamplingConfig
-
-_STOP_SECONDS = 8.0
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an exception raised in the collector's thread or process, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 class AsyncLLMCollector(BaseCollector):
@@ -200,7 +191,7 @@ class AsyncLLMCollector(BaseCollector):
             theirs.close()  # So that the pipe ends when the process does.
             # A program that ends without shutdown() would wait for ever for its child.
             self._finalizer = Finalize(
-                None, _host.end_process, (self._connection, host, _STOP_SECONDS), exitpriority=1
+                None, _host.end_process, (self._connection, host), exitpriority=1
             )
         else:
             host = threading.Thread(target=_host.run, args=args, name="collector", daemon=True)
@@ -218,14 +209,7 @@ class AsyncLLMCollector(BaseCollector):
             TimeoutError: it does not within ``timeout`` seconds.
             Exception: whatever ended the host meanwhile.
         """
-        try:
-            self._ready.result(timeout)
-        except TimeoutError:
-            if self._ready.done():
-                raise
-            raise TimeoutError(
-                f"the engine is not ready after {timeout} s{self._see_log()}"
-            ) from None
+        self._within(timeout, self._ready, "the engine is not ready")
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -238,7 +222,7 @@ class AsyncLLMCollector(BaseCollector):
         if self._host is None or self._connection.closed:
             return
         self._stopping = True
-        timeout = _STOP_SECONDS if timeout is None else timeout
+        timeout = _host.STOP_SECONDS if timeout is None else timeout
         try:
             if self._host_kind == "process":
                 self._finalizer.cancel()
@@ -337,12 +321,12 @@ class AsyncLLMCollector(BaseCollector):
             case ("answer", tag, value):
                 self._asked.pop(tag).set_result(value)
             case ("failed", tag, error, text):
-                error.__cause__ = RemoteTraceback(text)
+                error.__cause__ = _host.RemoteTraceback(text)
                 self._asked.pop(tag).set_exception(error)
             case ("stopped",):
                 return False
             case ("error", error, text):
-                error.__cause__ = RemoteTraceback(text)
+                error.__cause__ = _host.RemoteTraceback(text)
                 self._fail(error)
                 return False
         return True
@@ -437,6 +421,15 @@ class AsyncLLMCollector(BaseCollector):
         self._command(what, tag, *arguments)
         return future
 
+    def _within(self, timeout: float, future: Future, otherwise: str) -> Any:
+        """Its result; ``otherwise`` begins what a TimeoutError says."""
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            if future.done():
+                raise  # It is the host's.
+            raise TimeoutError(f"{otherwise} after {timeout} s{self._see_log()}") from None
+
     def _command(self, *message: object) -> None:
         if self._host is None:
             raise RuntimeError("start() the collector first")
@@ -463,13 +456,7 @@ class AsyncLLMCollector(BaseCollector):
         Those of :class:`.RolloutStats`, with rejected groups by reason as ``"rejected/<reason>"``,
         and ``"policy_version"``.
         """
-        totals = dict(vars(self._stats))
-        reasons = totals.pop("reasons")
-        return {
-            **totals,
-            **{f"rejected/{reason}": count for reason, count in reasons.items()},
-            "policy_version": self._served_version,
-        }
+        return {**self._stats.flat(), "policy_version": self._served_version}
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds prompts and requests; before :meth:`start` only."""
@@ -492,7 +479,7 @@ class AsyncLLMCollector(BaseCollector):
             TypeError: an environment's observation can't be written to a checkpoint.
             Exception: whatever ended the collector.
         """
-        return self._ask("cut").result(timeout)
+        return self._within(timeout, self._ask("cut"), "the collector has not told its state")
 
     def state_dict(self) -> OrderedDict:
         """The collector's part of :meth:`cut`; before :meth:`start`, the seed."""

@@ -36,6 +36,15 @@ from torchrl_llm_async.collectors.rollouts import Rollouts
 from torchrl_llm_async.collectors.settings import RolloutConfig
 from torchrl_llm_async.engines import EnginePool
 
+STOP_SECONDS = 8.0  # that a host has to end when told to
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception raised in the collector's thread or process, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
 
 def run_in_process(
     connection: Connection, config: RolloutConfig, engine: EnginePool, state: Tree
@@ -75,7 +84,9 @@ def tell_to_stop(connection: Connection) -> None:
 
 
 def end_process(
-    connection: Connection, process: multiprocessing.process.BaseProcess, timeout: float
+    connection: Connection,
+    process: multiprocessing.process.BaseProcess,
+    timeout: float = STOP_SECONDS,
 ) -> None:
     """Asks the host to stop, and kills it if it has not by then."""
     tell_to_stop(connection)

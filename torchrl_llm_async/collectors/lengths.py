@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from torchrl_llm_async.data.trajectory import Trajectory
 
+_LINE = ("_count", "_mean_x", "_mean_y", "_spread_x", "_spread_xy")
+
 
 class LengthPredictor:
     """Expected number of sampled tokens of a problem's answers.
@@ -47,6 +49,14 @@ class LengthPredictor:
         self._mean_y += (answer_tokens - self._mean_y) / self._count
         self._spread_x += from_old_mean * (prompt_tokens - self._mean_x)
         self._spread_xy += from_old_mean * (answer_tokens - self._mean_y)
+
+    def state(self) -> dict[str, float]:
+        """The line, for a checkpoint; the problems seen are too many for that."""
+        return {name: getattr(self, name) for name in _LINE}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Goes on with the line that :meth:`state` gave."""
+        vars(self).update(state)
 
     def learn_group(self, trajectories: Sequence[Trajectory]) -> None:
         """Takes note of a finished group."""

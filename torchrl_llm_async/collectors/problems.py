@@ -6,6 +6,7 @@ Owns the environment that poses them and the order in which they are taken. When
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl._utils import logger as torchrl_logger
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_llm_async.checkpoint.tree import Tree
 from torchrl_llm_async.collectors.conversation import Conversation
@@ -28,8 +29,9 @@ class Problems:
     """The problems of one environment, as its resets pose them.
 
     An environment with a state of its own, by PyTorch's ``get_extra_state`` and
-    ``set_extra_state``, is put back where it was when a run resumes. Any other is reset as often as
-    it had been, and must then pose the problem it had posed last.
+    ``set_extra_state``, is put back where it was when a run resumes; of a transformed one that is
+    the base environment's, its transforms begin afresh. Any other is reset as often as it had been,
+    and must then pose the problem it had posed last.
 
     Args:
         env_pool: makes the environment, seeded.
@@ -74,7 +76,7 @@ class Problems:
         state = self._resumed
         if state is not None:
             if state["env"] is not None:
-                env.set_extra_state(state["env"])
+                _base(env).set_extra_state(state["env"])
             else:
                 await self._reset_as_often_as_before(env, state)
             self._ready = [unpack_problem(problem, self._tokenizer) for problem in state["ready"]]
@@ -95,7 +97,8 @@ class Problems:
             raise RuntimeError(
                 f"after {state['resets']} resets the environment poses another problem than it did "
                 "in the run that is resumed, though it has the same seed; make its problems depend "
-                "on set_seed() alone, or give it get_extra_state() and set_extra_state()"
+                "on set_seed() alone, or give it (if it is transformed, its base environment) "
+                "get_extra_state() and set_extra_state()"
             )
 
     async def next(self) -> Conversation:
@@ -153,8 +156,15 @@ class Problems:
 
 def _extra_state(env: EnvBase) -> Tree:
     """The environment's own state, or None if it has none."""
-    has_one = type(env).get_extra_state is not nn.Module.get_extra_state
-    return env.get_extra_state() if has_one else None
+    base = _base(env)
+    has_one = type(base).get_extra_state is not nn.Module.get_extra_state
+    # A copy: the next reset, in its thread, may change what it is made of.
+    return copy.deepcopy(base.get_extra_state()) if has_one else None
+
+
+def _base(env: EnvBase) -> EnvBase:
+    # torchrl 0.14's TransformedEnv passes on its transforms' state_dict() only.
+    return env.base_env if isinstance(env, TransformedEnv) else env
 
 
 def _digest(observation: TensorDictBase) -> str:

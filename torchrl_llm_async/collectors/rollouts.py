@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -186,7 +187,8 @@ class Rollouts:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._dump = open(path, "a", encoding="utf-8")  # noqa: SIM115
             if self._dump_bytes is not None:
-                self._dump.truncate(self._dump_bytes)
+                self._dump.truncate(min(self._dump_bytes, self._dump.tell()))
+                self._dump.seek(0, os.SEEK_END)  # Where a later cut finds it.
 
     async def _take_up(self, tasks: asyncio.TaskGroup) -> None:
         """Goes on with the groups of a run resumed, once weights as new as theirs are served."""
@@ -359,6 +361,8 @@ class Rollouts:
 
     def _can_be_repaired(self) -> bool:
         """Whether the trainer can go on to its next publication without the last one."""
+        if self.engine.version < self.controller.served_version:
+            return False  # A run resumed is taken up with it, or not at all.
         former, last = self._published
         following = last + (last - former)  # published every so many steps
         last_step = self.controller.served_version + self.config.max_staleness
@@ -436,6 +440,7 @@ class Rollouts:
             "stats": asdict(self.snapshot()),
             "dump_bytes": 0 if self._dump is None else self._dump.tell(),
             "drops_heard": self._drops_heard,
+            "lengths": None if self._lengths is None else self._lengths.state(),
         }
 
     def _restore(self, state: Tree) -> None:
@@ -448,6 +453,8 @@ class Rollouts:
         ledger = dict.fromkeys(self.controller.ledger(), 0)  # counted by the controller
         self._before = RolloutStats(**{**state["stats"], **ledger, "reasons": {}})
         self._dump_bytes = state["dump_bytes"]
+        if self._lengths is not None and state["lengths"] is not None:
+            self._lengths.restore(state["lengths"])
         for packed in state["groups"]:
             group = _Group.restored(packed, self.tokenizer)
             self._groups[group.id] = group

@@ -88,3 +88,9 @@ class RolloutStats:
     dropped: int = 0
     # Rejected groups by reason.
     reasons: dict[str, int] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, int | float]:
+        """All of them by name, those of ``reasons`` as ``"rejected/<reason>"``."""
+        totals = dict(vars(self))
+        reasons = totals.pop("reasons")
+        return totals | {f"rejected/{reason}": count for reason, count in reasons.items()}

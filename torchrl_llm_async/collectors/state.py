@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from tensordict import (
+    NonTensorData,
+    NonTensorStack,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
@@ -148,37 +150,40 @@ def unpack_problem(state: Tree, tokenizer: PreTrainedTokenizerBase) -> Conversat
     return problem
 
 
-def pack_observation(data: Any) -> Tree:
+def pack_observation(data: Any, name: str = "the environment's observation") -> Tree:
     """A tensordict of tensors, plain values and TorchRL's classes for LLM data as a tree.
 
     Raises:
-        TypeError: it holds something else; the message names it.
+        TypeError: it holds something else; the message says where. (Whether a NonTensorData's value
+            is plain is for :func:`~torchrl_llm_async.checkpoint.save_tree` to say.)
     """
     if isinstance(data, torch.Tensor):
         return {"tensor": data}
+    if isinstance(data, NonTensorStack | History) and data.batch_dims:
+        return {"stack": [pack_observation(item, name) for item in data.unbind(0)]}
     if is_non_tensor(data):
-        return {"value": data.tolist()}
-    if isinstance(data, History) and data.batch_dims:
-        return {"stack": [pack_observation(message) for message in data.unbind(0)]}
+        return {"value": data.data, "batch_size": list(data.batch_size)}
     if is_tensorclass(data) and type(data).__name__ in _llm_classes():
         fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
         return {
             "class": type(data).__name__,
             "fields": {
-                name: pack_observation(value) if is_tensor_collection(value) else value
-                for name, value in fields.items()
+                key: pack_observation(value, f"{name}.{key}")
+                if is_tensor_collection(value)
+                else value
+                for key, value in fields.items()
                 if value is not None
             },
             "batch_size": list(data.batch_size),
         }
     if isinstance(data, TensorDictBase):
         if data.batch_dims and not isinstance(data, TensorDict):  # lazily stacked
-            return {"stack": [pack_observation(item) for item in data.unbind(0)]}
-        entries = {key: pack_observation(value) for key, value in data.items()}
+            return {"stack": [pack_observation(item, name) for item in data.unbind(0)]}
+        entries = {key: pack_observation(value, f"{name}[{key!r}]") for key, value in data.items()}
         return {"entries": entries, "batch_size": list(data.batch_size)}
     raise TypeError(
-        f"the environment's observation holds a {type(data).__qualname__}, which can't be written "
-        "to a checkpoint; make it a tensor or plain values (NonTensorData)"
+        f"{name} is a {type(data).__qualname__}, which can't be written to a checkpoint; make it a "
+        "tensor or plain values (NonTensorData)"
     )
 
 
@@ -187,8 +192,8 @@ def unpack_observation(state: Tree) -> Any:
     match state:
         case {"tensor": tensor}:
             return tensor
-        case {"value": value}:
-            return value
+        case {"value": value, "batch_size": batch_size}:
+            return NonTensorData(value, batch_size=batch_size)
         case {"class": name, "fields": fields, "batch_size": batch_size}:
             values = {
                 key: unpack_observation(value) if isinstance(value, dict) else value

@@ -7,7 +7,7 @@ pool's affair (:mod:`torchrl_llm_async.engines.pool`).
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchrl_llm_async.engines.base import (
@@ -65,6 +65,22 @@ class Request:
     partial: Generation | None
     engine: GenerationEngine | None = None
     name: str = ""
+
+    @property
+    def begun(self) -> int:
+        """Tokens that former engines have sampled of it."""
+        return 0 if self.partial is None else len(self.partial.token_ids)
+
+    def broken_off(self, error: EngineDeadError) -> int:
+        """Its engine died; returns how many tokens more there are of it now."""
+        self.engine, before = None, self.begun
+        self.partial = error.partial or self.partial
+        return self.begun - before
+
+    def unfinished(self) -> Generation:
+        """As an answer that never will be whole."""
+        begun = self.partial or Generation([], [], [], "abort")
+        return replace(begun, finish_reason="abort")
 
     def so_far(self) -> Generation | None:
         """What is known of it."""

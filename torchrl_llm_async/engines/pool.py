@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torchrl._utils import logger as torchrl_logger
@@ -197,14 +196,14 @@ class EnginePool:
         expected: int,
     ) -> Generation:
         for attempt in itertools.count():
-            partial, asked.engine = asked.partial, None
+            partial = asked.partial
             self._supervisor.check(partial)
             while (member := self._least_loaded()) is None:
                 await self._supervisor.news(partial)
             if attempt:
                 self.stats.resubmitted += 1
             life = member.life
-            left = max(expected - _length(partial), 0)
+            left = max(expected - asked.begun, 0)
             member.requests += 1
             member.load += left
             asked.engine = member.engine
@@ -223,16 +222,13 @@ class EnginePool:
             except EngineDeadError as error:
                 self._bury(member, life, error)
                 self.stats.discarded_tokens += error.discarded
-                if error.partial is not None:
-                    self.stats.kept_tokens += _length(error.partial) - _length(partial)
-                    asked.partial = error.partial
+                self.stats.kept_tokens += asked.broken_off(error)
                 if attempt > self.max_restarts:
                     self.stats.given_up += 1
                     torchrl_logger.error(
                         f"request {request_id} is given up: {attempt + 1} engines died under it"
                     )
-                    begun = asked.partial or Generation([], [], [], "abort")
-                    return replace(begun, finish_reason="abort")
+                    return asked.unfinished()
             finally:
                 member.requests -= 1
                 member.load -= left
@@ -500,7 +496,3 @@ class EnginePool:
                 EngineDeadError(f"no engine is left; {member.name} went last: {reason!r}"), reason
             )
         self._supervisor.tell()
-
-
-def _length(partial: Generation | None) -> int:
-    return 0 if partial is None else len(partial.token_ids)

@@ -264,6 +264,7 @@ class VLLMEngine:
                     self.check_health()
                     await self._call(self._engine.get_weight_version())
                     return answer
+                self._begun[request_id] = answer
         except EngineDeadError as error:
             error.partial = answer if answer.token_ids else None
             raise
@@ -274,10 +275,7 @@ class VLLMEngine:
         return answer
 
     def partial_answer(self, request_id: str) -> Generation | None:
-        """What is known so far of a running answer, or None; see the protocol.
-
-        Right behind a switch with ``on_update="abort"``, what it was last submitted with.
-        """
+        """What is known so far of a running answer, or None; see the protocol."""
         begun = self._begun.get(request_id)
         if begun is None or self._engine is None:
             return None
