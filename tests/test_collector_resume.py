@@ -170,11 +170,11 @@ def test_what_was_sampled_is_not_sampled_again(make_collector, tmp_path):
 def test_nothing_is_taken_up_before_weights_as_new_are_served(make_collector, tmp_path):
     settings = dict(total_steps=6, sampling=LONG)
     buffer = make_buffer()
-    collector = make_collector(engine=SlowEngine(), replay_buffer=buffer, **settings)
+    engine = SlowEngine(ticks=2000)
+    collector = make_collector(engine=engine, replay_buffer=buffer, **settings)
     collector.start()
-    train(collector, buffer, range(2))
-    buffer.sample(timeout=60)
-    collector.serve_weights("unread", version=3).result(20)
+    train(collector, buffer, range(3))
+    engine.wait_until_half_done()
     saved(collector.cut(), tmp_path)
     collector.shutdown()
     engine = SlowEngine()
@@ -183,11 +183,8 @@ def test_nothing_is_taken_up_before_weights_as_new_are_served(make_collector, tm
     collector.wait_until_ready()
     before = collector.cut()  # The loop has turned: it would have begun.
     assert engine.sampled == 0
-    assert (
-        before.collector["groups"]
-        and before.collector["next_id"]
-        == len([*before.collector["groups"]]) + buffer.ledger()["accepted"]
-    )
+    running = len(before.collector["groups"])
+    assert running and before.collector["next_id"] == running + buffer.ledger()["accepted"]
     collector.serve_weights("unread", version=3)
     train(collector, buffer, range(3, 6))
 
