@@ -1,10 +1,11 @@
 """What does dropping stale groups do to the lengths that are trained on, and what does it save?
 
-    python benchmarks/stale_groups.py               # a minute
+    python benchmarks/stale_groups.py               # a minute and a half
 
-Groups of lognormal answers pass through the package's own controller and replay buffer. The clock
-is simulated: an answer grows by a token per unit of time, all groups in flight at once, and a step
-trains for as long as its groups take to generate on average, or some multiple of that.
+Groups of answers, their lengths drawn from one of three distributions of much the same mean, pass
+through the package's own controller and replay buffer. The clock is simulated: an answer grows by a
+token per unit of time, all groups in flight at once, and a step trains for as long as its groups
+take to generate on average, or some multiple of that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import statistics
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +24,27 @@ from torchrl_llm_async.data import StalenessReplayBuffer
 from torchrl_llm_async.staleness import StalenessController
 
 GROUPS, GROUP_SIZE = 100, 4
-MEAN_LOG, SIGMA, LONGEST = 4.0, 1.2, 4000  # of the lengths, in tokens
-# max_staleness, groups_per_step, and how long training takes, relative to generation.
-SETTINGS = ((1, 4, 1.0), (1, 4, 3.0), (4, 4, 1.0), (4, 4, 3.0), (2, 20, 1.0))
+LONGEST = 4000
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+LENGTHS: dict[str, Draw] = {  # in tokens
+    "exponential": lambda rng, n: rng.exponential(109.0, n),
+    "lognormal": lambda rng, n: rng.lognormal(4.0, 1.2, n),
+    "one in 100 endless": lambda rng, n: np.where(
+        rng.random(n) < 0.01, LONGEST, rng.exponential(70.0, n)
+    ),
+}
+# Lengths, max_staleness, groups_per_step, and how long training takes, relative to generation.
+SETTINGS = (
+    ("exponential", 1, 4, 1.0),
+    ("exponential", 4, 4, 1.0),
+    ("lognormal", 1, 4, 1.0),
+    ("lognormal", 1, 4, 3.0),
+    ("lognormal", 4, 4, 1.0),
+    ("lognormal", 4, 4, 3.0),
+    ("lognormal", 2, 20, 1.0),
+    ("one in 100 endless", 1, 4, 1.0),
+    ("one in 100 endless", 4, 4, 1.0),
+)
 
 
 class Outcome(NamedTuple):
@@ -39,9 +59,16 @@ class Outcome(NamedTuple):
 
 
 def simulate(
-    on_stale: str, *, max_staleness: int, groups_per_step: int, slowness: float = 1.0, seed: int
+    on_stale: str,
+    *,
+    lengths: str = "lognormal",
+    max_staleness: int,
+    groups_per_step: int,
+    slowness: float = 1.0,
+    seed: int,
 ) -> Outcome:
     """Trains until ``GROUPS`` groups are consumed, ``slowness`` times as long as it generates."""
+    draw = LENGTHS[lengths]
     rng = np.random.default_rng(seed)
     bounds = dict(groups_per_step=groups_per_step, max_staleness=max_staleness)
     steps = GROUPS // groups_per_step
@@ -58,7 +85,7 @@ def simulate(
         on_stale=on_stale,
         on_drop=on_drop if on_stale == "drop" else None,
     )
-    training_time = slowness * _mean_group_time() / (max_staleness + 1)
+    training_time = slowness * _mean_group_time(draw) / (max_staleness + 1)
     now, trained_at = 0.0, None
     ends: list[tuple[float, int]] = []
     while controller.served_version < steps:
@@ -66,7 +93,7 @@ def simulate(
             group_id = len(run.starts)
             run.starts[group_id] = controller.admit(group_id)
             buffer.announce(group_id, run.starts[group_id])
-            run.sampled[group_id] = _lengths(rng, GROUP_SIZE)
+            run.sampled[group_id] = _lengths(draw, rng, GROUP_SIZE)
             heapq.heappush(ends, (now + max(run.sampled[group_id]), group_id))
         if trained_at is None and buffer.can_sample():
             _record(run, buffer.consumer_version, buffer.sample())
@@ -84,12 +111,12 @@ def simulate(
     return run._replace(time=now)
 
 
-def _lengths(rng: np.random.Generator, count: int) -> list[int]:
-    return rng.lognormal(MEAN_LOG, SIGMA, count).clip(1, LONGEST).astype(int).tolist()
+def _lengths(draw: Draw, rng: np.random.Generator, count: int) -> list[int]:
+    return draw(rng, count).clip(1, LONGEST).astype(int).tolist()
 
 
-def _mean_group_time() -> float:
-    answers = _lengths(np.random.default_rng(0), 20_000 * GROUP_SIZE)
+def _mean_group_time(draw: Draw) -> float:
+    answers = _lengths(draw, np.random.default_rng(0), 20_000 * GROUP_SIZE)
     return float(np.reshape(answers, (-1, GROUP_SIZE)).max(1).mean())
 
 
@@ -122,12 +149,12 @@ def _record(run: Outcome, step: int, batch: TensorDictBase) -> None:
 
 def compare(repeats: int) -> None:
     print(
-        "| max_staleness | groups per step | training / generation | on_stale | dropped "
+        "| lengths | max_staleness | groups per step | training / generation | on_stale | dropped "
         "| mean length sampled | trained on | ratio | of the longest tenth, trained on "
         "| time of a step, median |"
     )
-    print("|" + "---|" * 10)
-    names = ("max_staleness", "groups_per_step", "slowness")
+    print("|" + "---|" * 11)
+    names = ("lengths", "max_staleness", "groups_per_step", "slowness")
     for setting in SETTINGS:
         for on_stale in ("wait", "drop"):
             case = dict(zip(names, setting, strict=True))
