@@ -15,7 +15,7 @@ from tensordict import NonTensorData
 
 from torchrl_llm_async.collectors import AsyncLLMCollector
 from torchrl_llm_async.envs import WrittenSumsEnv
-from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS
+from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS, filter_nodes
 from torchrl_llm_async.recipes.config import PACKAGE_DIR, ConfigError, RecipeConfig, load_config
 
 CONFIGS = sorted((PACKAGE_DIR / "recipes" / "configs").glob("arithmetic_*.yaml"))
@@ -107,6 +107,23 @@ def test_an_observation_that_no_checkpoint_can_hold_is_named(cfg, monkeypatch):
     with pytest.raises(ConfigError, match=r"env: .*observation.*is a set .*checkpoint_every: null"):
         load_config(cfg)
     load_config(with_overrides(cfg, "checkpoint_every=null"))
+
+
+def test_group_filters_may_be_one_or_several(cfg):
+    name = "torchrl_llm_async.data."
+    one = {"_component_": f"{name}RejectEqualRewards"}
+    two = {"_component_": f"{name}RejectRepeatedPrompts", "window": 100}
+    for given, count in ((None, 0), (one, 1), ([one, two], 2)):
+        cfg.group_filter = given
+        assert len(filter_nodes(load_config(cfg))) == count
+    for given, message in (
+        ([one, {**two, "windows": 3}], r"group_filter\[1\].windows is 3, .*did you mean 'window'"),
+        ([one, "equal"], r"group_filter is .*; it must be null, a mapping with _component_ or"),
+        ("equal", r"group_filter is 'equal'; it must be null"),
+    ):
+        cfg.group_filter = given
+        with pytest.raises(ConfigError, match=message):
+            load_config(cfg)
 
 
 def test_reuse_needs_staleness(cfg):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrl.envs import EnvBase
 
-from torchrl_llm_async.data.trajectory import Trajectory
+from torchrl_llm_async.data.filters import GroupFilter
 from torchrl_llm_async.deadlines import check_bounds
 from torchrl_llm_async.engines import SamplingConfig
-
-GroupFilter = Callable[[Sequence[Trajectory]], str | None]
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from torchrl_llm_async.collectors import AsyncLLMCollector
-from torchrl_llm_async.data import StalenessReplayBuffer
+from torchrl_llm_async.data import FirstReason, StalenessReplayBuffer
 from torchrl_llm_async.engines import EnginePool, SamplingConfig
 
 # The collector's arguments that make_collector passes, and the recipe key each is made from.
@@ -32,6 +32,14 @@ COLLECTOR_KEYS = {
 }
 
 
+def filter_nodes(cfg: DictConfig) -> list:
+    """The group filters of a config, which has none, one or a list of them."""
+    node = cfg.group_filter
+    if OmegaConf.is_list(node):
+        return list(node)
+    return [] if node is None else [node]
+
+
 def make_collector(
     cfg: DictConfig,
     *,
@@ -41,6 +49,7 @@ def make_collector(
 ) -> AsyncLLMCollector:
     """A collector that has not started; it prints to ``collector.log`` in ``output_dir``."""
     engines = [config.instantiate(cfg.engine) for _ in range(cfg.num_engines)]
+    filters = filter_nodes(cfg)
     stop_tokens = tuple(config.instantiate(cfg.tokenizer).stop_tokens)
     return AsyncLLMCollector(
         functools.partial(config.instantiate, cfg.env),
@@ -55,7 +64,7 @@ def make_collector(
         seed=cfg.seed,
         create_eval_env_fn=functools.partial(config.instantiate, cfg.eval_env),
         eval_problems=cfg.eval_problems,
-        group_filter=None if cfg.group_filter is None else config.instantiate(cfg.group_filter),
+        group_filter=FirstReason(*map(config.instantiate, filters)) if filters else None,
         dump_path=output_dir / "samples.jsonl" if cfg.dump_samples else None,
         log_path=output_dir / "collector.log",
         **cfg.collector,

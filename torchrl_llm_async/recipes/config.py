@@ -32,7 +32,7 @@ from torchrl_llm_async.checkpoint import save_tree
 from torchrl_llm_async.collectors.conversation import Conversation
 from torchrl_llm_async.collectors.state import pack_problem
 from torchrl_llm_async.recipes.batches import _ROWS_PER_UNIT
-from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS
+from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS, filter_nodes
 from torchrl_llm_async.recipes.resume import find_checkpoint, resume_folder
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
@@ -78,7 +78,8 @@ class RecipeConfig:
 
     ``env``, ``eval_env``, ``engine``, ``model``, ``tokenizer``, ``checkpointer``, ``loss``,
     ``advantage``, ``optimizer``, ``lr_scheduler``, ``metric_logger`` and ``group_filter`` have a
-    ``_component_`` and that component's arguments; ``sampling`` and ``collector`` are arguments of
+    ``_component_`` and that component's arguments, and ``group_filter`` may be a list of such,
+    asked in order; ``sampling`` and ``collector`` are arguments of
     :class:`~torchrl_llm_async.engines.SamplingConfig` and
     :class:`~torchrl_llm_async.collectors.AsyncLLMCollector`.
     """
@@ -113,7 +114,7 @@ class RecipeConfig:
     lr_scheduler: dict[str, Any] | None = None
     weights_dir: str | None = None
     num_engines: int = 1
-    group_filter: dict[str, Any] | None = None
+    group_filter: Any = None
     on_stale: str = "wait"
     max_reuse: int = 1
     reuse: str = "recency"
@@ -150,6 +151,13 @@ def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
     for key, node in cfg.items():
         if OmegaConf.is_dict(node) and "_component_" in node:
             _check_component(key, node)
+    for index, node in enumerate(filter_nodes(cfg)):
+        if not OmegaConf.is_dict(node) or "_component_" not in node:
+            raise ConfigError(
+                f"group_filter is {cfg.group_filter!r}; it must be null, a mapping with "
+                "_component_ or a list of these"
+            )
+        _check_component(f"group_filter[{index}]", node)
     for key, path in (
         ("sampling", "torchrl_llm_async.engines.SamplingConfig"),
         ("collector", "torchrl_llm_async.collectors.AsyncLLMCollector"),
