@@ -7,8 +7,10 @@
 Rows enter by groups of 4 and leave by batches of 8 groups: through this package's
 ``StalenessReplayBuffer`` with ``GroupAdvantage``, and through TorchRL's ``ReplayBuffer`` over a
 ``LazyStackStorage`` with ``MCAdvantage``, which computes advantages as groups enter, too. Rows are
-the same; what enters and leaves in a turn is one batch, so that the fill stays what it is. Theirs
-draws without replacement; it knows no versions, deadlines or accounts. The two take turns.
+the same; what enters and leaves in a turn is one batch, so that the fill stays what it is. The
+groups in the buffer are as old as they'd be after many steps: a batch of each version. Theirs
+draws without replacement; it knows no versions, deadlines or accounts. The two take turns, and only
+what the buffers do is timed, not what brings the rows into their form.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -64,18 +67,24 @@ def make_group(group_id: int, version: int, tokens: int = 128) -> TensorDictBase
 
 
 class Ours:
-    """This package's buffer; as many groups in flight as it is filled with."""
+    """This package's buffer, at the step where so many groups have entered a batch a step."""
 
     def __init__(self, fill: int):
         self.buffer = StalenessReplayBuffer(
             groups_per_step=GROUPS_PER_STEP,
             max_staleness=fill // GROUPS_PER_STEP + 2,
             group_size=GROUP_SIZE,
-            transform=GroupAdvantage(group_size=GROUP_SIZE),
+            transform=GroupAdvantage(group_size=GROUP_SIZE, divide_by_std=True),  # as theirs
         )
+        self.buffer.sampler.consumer_version = fill // GROUPS_PER_STEP
 
-    def extend(self, group_id: int, group: TensorDictBase) -> None:
-        self.buffer.announce(group_id, int(group[0]["group", "start_version"]))
+    @staticmethod
+    def form(group: TensorDictBase) -> TensorDictBase:
+        # Fresh objects, since TorchRL's transform writes into the rows.
+        return lazy_stack([row.copy() for row in group.unbind(0)])
+
+    def extend(self, group_id: int, version: int, group: TensorDictBase) -> None:
+        self.buffer.announce(group_id, version)
         self.buffer.extend(group)
 
     def sample(self) -> None:
@@ -93,9 +102,13 @@ class TorchRLs:
             batch_size=GROUPS_PER_STEP * GROUP_SIZE,
         )
 
-    def extend(self, group_id: int, group: TensorDictBase) -> None:
-        # Each row is a trajectory of one step.
-        self.buffer.extend(lazy_stack([row.unsqueeze(0) for row in group.unbind(0)]))
+    @staticmethod
+    def form(group: TensorDictBase) -> TensorDictBase:
+        # Each row is a trajectory of one step; so is it fastest.
+        return lazy_stack([row.copy().unsqueeze(0) for row in group.unbind(0)])
+
+    def extend(self, group_id: int, version: int, group: TensorDictBase) -> None:
+        self.buffer.extend(group)
 
     def sample(self) -> None:
         self.buffer.sample()
@@ -113,26 +126,24 @@ def measure(fill: int, turns: int) -> dict[str, float]:
     times: dict[str, list[float]] = {f"{n}/{w}": [] for n in buffers for w in ("extend", "sample")}
     ids = itertools.count()
 
-    def enter(count: int, version: int, keep: bool) -> None:
+    def enter(versions: Iterable[int]) -> None:
         groups = [
-            (group_id, make_group(group_id, version)) for group_id in itertools.islice(ids, count)
+            (i, version, make_group(i, version)) for version, i in zip(versions, ids, strict=False)
         ]
         for name, buffer in buffers.items():
-            # Fresh objects for each: TorchRL's transform writes into the rows.
-            copies = [
-                (group_id, lazy_stack([r.copy() for r in g.unbind(0)])) for group_id, g in groups
-            ]
-            for group_id, group in copies:
-                seconds = timed(lambda b=buffer, i=group_id, g=group: b.extend(i, g))
-                if keep:
-                    times[f"{name}/extend"].append(seconds)
+            for group_id, version, group in groups:
+                extend = partial(buffer.extend, group_id, version, buffer.form(group))
+                times[f"{name}/extend"].append(timed(extend))
 
-    enter(fill, 0, keep=False)
+    step = fill // GROUPS_PER_STEP
+    for begin in range(0, fill, GROUPS_PER_STEP):
+        enter([begin // GROUPS_PER_STEP] * min(GROUPS_PER_STEP, fill - begin))
+    for values in times.values():
+        values.clear()
     for turn in range(turns):
-        enter(GROUPS_PER_STEP, turn, keep=True)
+        enter([step + turn] * GROUPS_PER_STEP)
         for name in sorted(buffers, reverse=turn % 2 == 0):
-            seconds = timed(buffers[name].sample)
-            times[f"{name}/sample"].append(seconds / GROUPS_PER_STEP)
+            times[f"{name}/sample"].append(timed(buffers[name].sample) / GROUPS_PER_STEP)
     return {name: 1e6 * statistics.median(values) for name, values in times.items()}
 
 
