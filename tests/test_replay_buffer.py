@@ -11,6 +11,7 @@ import torch
 from groups import PATIENCE, make_buffer, make_group, names
 from tensordict import lazy_stack
 from torchrl.data import LazyStackStorage
+from torchrl.data.replay_buffers.samplers import ConsumingSampler
 from torchrl.envs.transforms import Transform
 
 from torchrl_llm_async.data import StalenessSampler
@@ -70,6 +71,23 @@ def test_full_storage_is_filled_to_the_last_slot_and_refilled():
             expected.append(group_id)
         assert len(buffer) == 12 == len(buffer.storage)
         assert buffer.sample(timeout=0)["group", "id"].tolist() == [expected[step]] * 3
+
+
+def test_slots_are_kept_as_torchrl_would_keep_them():
+    # The sampler leaves out TorchRL's pass over all slots; made up for here, it finds nothing.
+    buffer = make_buffer(max_staleness=2)
+    ids = itertools.count()
+    for step, count in enumerate((2, 4, 2, 1, 3, 0)):  # grows, wraps into freed slots, empties
+        for group_id in itertools.islice(ids, count):
+            buffer.announce(group_id, step)
+            buffer.extend(make_group(group_id, step))
+        buffer.sample(timeout=0)
+        sampler = buffer.sampler
+        counts, live = sampler._sample_count.clone(), sampler._live_mask.clone()
+        ConsumingSampler._ensure_state(sampler, buffer.storage)
+        assert torch.equal(counts, sampler._sample_count) and torch.equal(live, sampler._live_mask)
+        assert int(live.sum()) == len(buffer) == 2 * len(sampler.finished)
+    assert len(buffer) == 0
 
 
 def test_iteration_ends_when_closed():

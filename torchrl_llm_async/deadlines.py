@@ -8,7 +8,6 @@ wall; who waits for a step to become ready is the replay buffer's affair.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -43,8 +42,9 @@ def least_staleness(step: int, *, groups_per_step: int, waiting: Mapping[int, in
     for start in sorted(waiting):
         due += waiting[start]
         if due:
-            last_step = step - 1 + math.ceil(due / groups_per_step)
-            least = max(least, last_step - start)
+            last_step = step - 1 + -(-due // groups_per_step)  # rounded up
+            if last_step - start > least:
+                least = last_step - start
     return least
 
 
@@ -106,26 +106,55 @@ def is_ready(
         >>> is_ready(1, **rule, finished={0: 1, 1: 1}, running={0: 1})  # one of version 0 is due
         False
     """
-    left_over = Counter(running)
-    left_over.update(finished)
     check_deadlines(
         step,
         groups_per_step=groups_per_step,
         max_staleness=max_staleness,
-        waiting=left_over,
+        waiting=_added(finished, running),
     )
-    to_take = groups_per_step
-    for start in sorted(finished):
-        taken = min(finished[start], to_take)
-        left_over[start] -= taken
-        to_take -= taken
-        if not to_take:
-            break
-    if to_take:
-        return False
-    # None is allowed to be due by now, B by the next step, and so on.
-    least = least_staleness(step + 1, groups_per_step=groups_per_step, waiting=left_over)
-    return least <= max_staleness
+    return is_ready_in_time(
+        step,
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        finished=finished,
+        running=running,
+    )
+
+
+def is_ready_in_time(
+    step: int,
+    *,
+    groups_per_step: int,
+    max_staleness: int,
+    finished: Mapping[int, int],
+    running: Mapping[int, int],
+) -> bool:
+    """What :func:`is_ready` says if :func:`check_deadlines` is known to raise nothing.
+
+    It looks only at versions up to that of the last group taken. Up to any later version, B groups
+    less are left and there is a step less to consume them, which that check covers.
+
+    Args:
+        step, groups_per_step, max_staleness, finished, running: as for :func:`is_ready`.
+    """
+    waiting = _added(finished, running)
+    due = taken = 0
+    for start in sorted(waiting):
+        due += waiting[start]
+        taken += finished.get(start, 0)
+        if taken >= groups_per_step:
+            return True
+        left_over = due - taken
+        # None is allowed to be due by now, B by the next step, and so on.
+        if left_over and left_over > (start + max_staleness - step) * groups_per_step:
+            return False
+    return False  # fewer than B are finished
+
+
+def _added(finished: Mapping[int, int], running: Mapping[int, int]) -> Counter[int]:
+    total = Counter(finished)
+    total.update(running)
+    return total
 
 
 def select_groups(

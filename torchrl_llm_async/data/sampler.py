@@ -20,7 +20,12 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
 from torchrl_llm_async.data.lags import lag_figures
 from torchrl_llm_async.data.reuse import Reuse, choose_reused
-from torchrl_llm_async.deadlines import check_bounds, is_ready, least_staleness
+from torchrl_llm_async.deadlines import (
+    check_bounds,
+    check_deadlines,
+    is_ready_in_time,
+    least_staleness,
+)
 from torchrl_llm_async.ledger import Ledger
 
 
@@ -106,6 +111,7 @@ class StalenessSampler(ConsumingSampler):
         self._running_starts = Counter(self.running.values())
         self._finished_starts = Counter(starts)
         self._order = sorted(zip(starts, self.finished, strict=True))
+        self._must_check = True  # whether the deadlines can be met
 
     # ------------------------------------------------------------------ what happens to groups
     def announce(self, group_id: int, start_version: int) -> None:
@@ -130,6 +136,13 @@ class StalenessSampler(ConsumingSampler):
         self.running[group_id] = start_version
         self._running_starts[start_version] += 1
         self._announced[group_id] = time.monotonic()
+        # Only here can deadlines come into danger, and only that of the newest, as all others come
+        # before it: consuming by the rule, delivery and retraction leave them as safe as they were.
+        in_flight = {start_version: len(self.running) + len(self.finished)}
+        least = least_staleness(
+            self.consumer_version, groups_per_step=self.groups_per_step, waiting=in_flight
+        )
+        self._must_check |= least > self.max_staleness
         self.ledger.submit(group_id, start_version)
 
     def deliver(self, group_id: int, group: StoredGroup) -> None:
@@ -148,11 +161,11 @@ class StalenessSampler(ConsumingSampler):
 
     def drop_overdue(self) -> list[int]:
         """Drops the groups that should have been part of a step already; returns their ids."""
-        overdue = [
-            group_id
-            for group_id, start in self.running.items()
-            if start + self.max_staleness < self.consumer_version
-        ]
+        overdue = []
+        for group_id, start in self.running.items():  # in the order of start versions
+            if start + self.max_staleness >= self.consumer_version:
+                break
+            overdue.append(group_id)
         for group_id in overdue:
             self.ledger.drop(group_id, "stale")
             self._leave_running(group_id)
@@ -166,18 +179,24 @@ class StalenessSampler(ConsumingSampler):
 
     # ------------------------------------------------------------------ sampling
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether the next step's batch is there."""
+        """Whether the next step's batch is there.
+
+        Raises:
+            RuntimeError: as :func:`~torchrl_llm_async.deadlines.is_ready`.
+        """
         running: Mapping[int, int] = self._running_starts
         if self.on_stale == "drop":
             # Those due now that are still running will be dropped, so they claim no place.
             due = self.consumer_version - self.max_staleness
             running = {start: count for start, count in running.items() if start > due}
-        return is_ready(
-            self.consumer_version,
-            groups_per_step=self.groups_per_step,
-            max_staleness=self.max_staleness,
-            finished=self._finished_starts,
-            running=running,
+        bounds = {"groups_per_step": self.groups_per_step, "max_staleness": self.max_staleness}
+        # One that claims no place now may be delivered and claim one.
+        if self._must_check or self.on_stale == "drop":
+            waiting = self._finished_starts + Counter(running)
+            check_deadlines(self.consumer_version, **bounds, waiting=waiting)
+            self._must_check = False
+        return is_ready_in_time(
+            self.consumer_version, **bounds, finished=self._finished_starts, running=running
         )
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -196,10 +215,8 @@ class StalenessSampler(ConsumingSampler):
         if not self.can_sample(storage, batch_size):
             raise RuntimeError(f"step {self.consumer_version} has to wait for more groups")
         step = self.consumer_version
-        chosen, self._order = (
-            self._order[: self.groups_per_step],
-            self._order[self.groups_per_step :],
-        )
+        chosen = self._order[: self.groups_per_step]
+        del self._order[: self.groups_per_step]
         fresh: dict[int, StoredGroup] = {}
         for start, group_id in chosen:
             fresh[group_id] = self.finished.pop(group_id)
@@ -249,6 +266,14 @@ class StalenessSampler(ConsumingSampler):
     def _may_be_reused(self, uses: int, oldest: Sequence[int]) -> bool:
         is_young = min(oldest) >= self.consumer_version - self.max_staleness
         return uses < self.max_reuse and is_young and self.reuse_groups > 0
+
+    def _ensure_state(self, storage: Storage | None = None, *, min_capacity: int = 0) -> None:
+        # TorchRL 0.14.1 goes through all slots here, several times for each group that enters. What
+        # it brings in line there is so already, unless the storage has grown or shrunk.
+        length = self._known_storage_len if storage is None else len(storage)
+        capacity = -1 if self._sample_count is None else self._sample_count.numel()
+        if length != self._known_storage_len or max(length, min_capacity) > capacity:
+            super()._ensure_state(storage, min_capacity=min_capacity)
 
     def _empty(self) -> None:
         super()._empty()
