@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import itertools
+import json
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -15,10 +20,11 @@ from scripted import (
     ScriptedEnv,
     make_buffer,
 )
+from torchrl.envs import StepCounter, TransformedEnv
 
 from torchrl_llm_async.checkpoint import load_tree, save_tree
 from torchrl_llm_async.collectors import Cut
-from torchrl_llm_async.engines import SamplingConfig
+from torchrl_llm_async.engines import SamplingConfig, WeightUpdateError
 
 STEPS = 8
 LONG = SamplingConfig(max_new_tokens=16)
@@ -40,9 +46,12 @@ class SlowEngine(ScriptedEngine):
     def __init__(self, ticks=200):
         super().__init__(length=12, ticks=ticks)
 
-    def wait_until_half_done(self):
+    def wait_until_half_done(self, turn=0):
         deadline = time.monotonic() + 20
-        while not any(answer.token_ids for answer in list(self.answers.values())):
+        while not any(
+            answer.token_ids and request_id.endswith(f"-{turn}")
+            for request_id, answer in list(self.answers.items())
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.001)  # between two looks
 
@@ -62,7 +71,7 @@ def restored(make_collector, folder: Path, *, buffer_options=None, **options):
     return collector, buffer
 
 
-def train(collector, buffer, steps) -> dict[int, list[int]]:
+def train(collector, buffer, steps, *, in_order=True) -> dict[int, list[int]]:
     """Trains on nothing; the groups of each step."""
     trained = {}
     for step in steps:
@@ -74,6 +83,9 @@ def train(collector, buffer, steps) -> dict[int, list[int]]:
             versions = versions[versions >= 0]
             assert (step - versions).max() <= buffer.sampler.max_staleness
             assert torch.equal(versions, versions.sort().values)
+            # Groups and problems are numbered alike: the order is that of one run without an end.
+            number = row["text", "prompt"].removesuffix("?")
+            assert not in_order or int(number) == row["group", "id"]
         collector.serve_weights("unread", version=step + 1)
     return trained
 
@@ -83,6 +95,7 @@ SETTINGS = {
     "with a state": {"env": EnvWithState},
     "two turns": {"env": lambda: ScriptedEnv(turns=2), "max_turns": 2},
     "crashes": {"env": lambda: ScriptedEnv(crash_at=(3, 4, 11)), "step_retries": 0},
+    "group filter": {"group_filter": lambda group: "odd" if group[0].group_id in (3, 4) else None},
     "longest first": {"longest_first": True},
     "many at once": {"max_concurrent_groups": 2, "env_workers": 1},
 }
@@ -104,15 +117,16 @@ def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_p
     collector = make_collector(replay_buffer=buffer, **settings, engine=engine)
     collector.start()
     step, trained, taken_up = 0, {}, 0
+    go_on = functools.partial(train, in_order=name != "longest first")
     for attempt in range(6):
         # Goes on for some steps, and is cut and then lost somewhere behind the cut.
         upto = min(step + max(rng.randrange(0, 3), attempt == 0), STEPS - 3)
-        trained |= train(collector, buffer, range(step, upto))
+        trained |= go_on(collector, buffer, range(step, upto))
         if upto > step:  # New weights are served, so others are begun.
             engine.wait_until_half_done()
         cut = collector.cut()
         step = upto
-        ahead = train(collector, buffer, range(step, min(step + rng.randrange(0, 2), STEPS)))
+        ahead = go_on(collector, buffer, range(step, min(step + rng.randrange(0, 2), STEPS)))
         folder = tmp_path / str(attempt)
         folder.mkdir()
         saved(cut, folder)
@@ -132,13 +146,13 @@ def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_p
         collector.start()
         if step:
             collector.serve_weights("unread", version=step)
-    trained |= train(collector, buffer, range(step, STEPS))
+    trained |= go_on(collector, buffer, range(step, STEPS))
     ids = [group_id for step in range(STEPS) for group_id in trained[step]]
     assert len(ids) == len(set(ids)) == STEPS * GROUPS_PER_STEP
     assert taken_up  # The cuts did find groups in flight.
     ledger = buffer.ledger()
     assert ledger["consumed"] == len(ids) and ledger["submitted"] == len(ids) + ledger["rejected"]
-    assert (ledger["rejected"] > 0) == (name == "crashes")
+    assert (ledger["rejected"] > 0) == (name in ("crashes", "group filter"))
     # Nobody is missing: an id that was not trained on was rejected.
     assert len(set(range(max(ids) + 1)) - set(ids)) <= ledger["rejected"]
 
@@ -177,16 +191,126 @@ def test_nothing_is_taken_up_before_weights_as_new_are_served(make_collector, tm
     engine.wait_until_half_done()
     saved(collector.cut(), tmp_path)
     collector.shutdown()
-    engine = SlowEngine()
-    collector, buffer = restored(make_collector, tmp_path, engine=engine, **settings)
+    engine = SlowEngine(ticks=5)
+    held_out = dict(create_eval_env_fn=ScriptedEnv, eval_problems=1)
+    collector, buffer = restored(make_collector, tmp_path, engine=engine, **settings, **held_out)
     collector.start()
-    collector.wait_until_ready()
-    before = collector.cut()  # The loop has turned: it would have begun.
-    assert engine.sampled == 0
+    # Answers to others would have come meanwhile.
+    assert collector.evaluate().result(60).version == 0
+    assert engine.sampled == 13
+    before = collector.cut()
     running = len(before.collector["groups"])
     assert running and before.collector["next_id"] == running + buffer.ledger()["accepted"]
     collector.serve_weights("unread", version=3)
     train(collector, buffer, range(3, 6))
+
+
+@pytest.mark.inv5
+def test_weights_refused_by_a_resumed_run_end_it(make_collector, tmp_path):
+    """Nothing is taken up without them, so nobody would ever train on to the next ones."""
+    buffer = make_buffer()
+    collector = make_collector(replay_buffer=buffer, total_steps=9)
+    collector.start()
+    train(collector, buffer, range(2))
+    buffer.sample(timeout=60)
+    collector.serve_weights("unread", version=3).result(20)
+    saved(collector.cut(), tmp_path)
+    collector.shutdown()
+    engine = ScriptedEngine(refuse=(3,))
+    collector, buffer = restored(make_collector, tmp_path, engine=engine, total_steps=9)
+    collector.start()
+    collector.serve_weights("unread", version=3)
+    with pytest.raises(WeightUpdateError, match="version 3 refused, as told"):
+        while True:
+            buffer.sample(timeout=60)
+
+
+@pytest.mark.inv2
+@pytest.mark.inv8
+def test_answers_to_what_an_environment_no_longer_says_are_sampled_anew(make_collector, tmp_path):
+    class Moody(ScriptedEnv):
+        life = 0
+
+        def _step(self, tensordict):
+            out = super()._step(tensordict)
+            return out.set(("text", "prompt"), f"{out['text', 'prompt']} {Moody.life}")
+
+    settings = dict(
+        env=lambda: Moody(turns=2), max_turns=2, total_steps=1, max_staleness=0, sampling=LONG
+    )
+    buffer, engine = make_buffer(max_staleness=0), SlowEngine()
+    collector = make_collector(replay_buffer=buffer, engine=engine, **settings)
+    collector.start()
+    engine.wait_until_half_done(turn=1)
+    cut = collector.cut()
+    saved(cut, tmp_path)
+    collector.shutdown()
+    second = [
+        sum(len(turn["token_ids"]) for turn in member[1:])
+        for group in cut.collector["groups"]
+        for member in group["members"]
+    ]
+    assert sum(second)
+    Moody.life = 1
+    collector, buffer = restored(make_collector, tmp_path, engine=SlowEngine(), **settings)
+    collector.start()
+    batch = buffer.sample(timeout=60)
+    assert all("more? 1" in row["text", "response"] for row in batch.unbind(0))
+    assert all(row["masks", "all_assistant_mask"].sum() == 26 for row in batch.unbind(0))
+    assert collector.stats()["discarded_tokens"] == sum(second)
+
+
+@pytest.mark.inv4
+def test_samples_come_once_in_their_file(make_collector, tmp_path):
+    path = tmp_path / "samples.jsonl"
+    settings = dict(total_steps=6, dump_path=path, sampling=LONG)
+    buffer = make_buffer()
+    collector = make_collector(replay_buffer=buffer, **settings)
+    collector.start()
+    trained = train(collector, buffer, range(2))
+    saved(collector.cut(), tmp_path)
+    train(collector, buffer, range(2, 4))  # They come again.
+    collector.shutdown()
+    for _ in range(2):  # Cut before a sample has come, they go on for nothing.
+        collector, buffer = restored(make_collector, tmp_path, **settings)
+        collector.start()
+        collector.wait_until_ready()
+        saved(collector.cut(), tmp_path)
+        collector.serve_weights("unread", version=2)
+        train(collector, buffer, range(2, 3))
+        collector.shutdown()
+    collector, buffer = restored(make_collector, tmp_path, **settings)
+    collector.start()
+    collector.serve_weights("unread", version=2)
+    trained |= train(collector, buffer, range(2, 6))
+    collector.shutdown()
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    names = [(sample["group"], sample["index"]) for sample in samples]
+    assert len(set(names)) == len(names) == 6 * GROUPS_PER_STEP * GROUP_SIZE
+    assert {group for group, _ in names} == {group for ids in trained.values() for group in ids}
+
+
+@pytest.mark.inv5
+def test_a_cut_waits_for_no_evaluation(make_collector):
+    asked, answered = threading.Event(), threading.Event()
+
+    class Thoughtful(ScriptedEnv):
+        def _step(self, tensordict):
+            asked.set()
+            assert answered.wait(60)
+            return super()._step(tensordict)
+
+    buffer = make_buffer()
+    collector = make_collector(
+        replay_buffer=buffer, create_eval_env_fn=Thoughtful, eval_problems=1, env_workers=2
+    )
+    collector.start()
+    evaluation = collector.evaluate()
+    assert asked.wait(60)
+    assert collector.cut().collector["next_id"] > 0
+    assert not evaluation.done()
+    answered.set()
+    assert evaluation.result(60).rewards == [1.0]
 
 
 @pytest.mark.inv4
@@ -238,6 +362,27 @@ def cut_problem(cut: Cut):
     return group["problem"]
 
 
+def test_one_that_tells_its_position_need_not_repeat_itself(make_collector, tmp_path):
+    starts = itertools.count(step=100)
+
+    class Elsewhere(EnvWithState):
+        def __init__(self):
+            super().__init__()
+            self._next = next(starts)
+
+    buffer = make_buffer()
+    settings = dict(env=lambda: TransformedEnv(Elsewhere(), StepCounter()), total_steps=4)
+    collector = make_collector(replay_buffer=buffer, **settings)
+    collector.start()
+    train(collector, buffer, range(2))
+    saved(collector.cut(), tmp_path)
+    collector.shutdown()
+    collector, buffer = restored(make_collector, tmp_path, **settings)
+    collector.start()
+    collector.serve_weights("unread", version=2)
+    train(collector, buffer, range(2, 4))
+
+
 def test_an_environment_that_does_not_repeat_itself_is_told(make_collector, tmp_path):
     class Forgetful(ScriptedEnv):
         begun = 0
@@ -271,3 +416,20 @@ def test_a_cut_that_can_not_be_made_says_why(make_collector):
     collector.shutdown()
     with pytest.raises(RuntimeError, match="was shut down"):
         collector.cut()
+
+
+@pytest.mark.inv5
+def test_a_cut_that_does_not_come_is_an_error_in_time(make_collector):
+    class Late(ScriptedEngine):
+        may_start = threading.Event()
+
+        async def start(self):
+            await asyncio.to_thread(self.may_start.wait)
+            await super().start()
+
+    collector = make_collector(engine=Late(), replay_buffer=make_buffer())
+    collector.start()
+    with pytest.raises(TimeoutError, match=r"not told its state after 0\.05 s"):
+        collector.cut(timeout=0.05)
+    Late.may_start.set()
+    assert collector.cut().collector["controller"]

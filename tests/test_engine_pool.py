@@ -260,6 +260,33 @@ class TestDeath:
             await updating
             assert pool.version == engine.version == 2
 
+    @pytest.mark.inv2
+    @pytest.mark.parametrize("unproven", [0, 2])
+    @on_the_clock
+    async def test_partial_answers_follow_their_request(self, unproven: int) -> None:
+        async with running(1) as (pool, (engine,)):
+            engine.slow, engine.unproven = 20, unproven
+            asked = ask(pool, [30], "x")
+            assert pool.partial_answer("x") is None  # not asked yet
+            seen = []
+            while not asked.done():
+                await turns(1)
+                seen.append(pool.partial_answer("x"))
+                if len(seen) in (10, 45):
+                    engine.kill()
+                    await until(lambda: "shutdown" in engine.calls)
+            assert pool.stats.resubmitted == 2
+            answer = await asked
+            begun = [partial for partial in seen if partial is not None]
+            assert None not in seen[seen.index(begun[0]) : -1]
+            for partial in begun:
+                check_begun(partial, [30])
+                assert partial.finish_reason == "abort"
+            sizes = [len(partial.token_ids) for partial in begun]
+            assert max(a - b for a, b in itertools.pairwise(sizes)) == unproven
+            assert sizes[0] == 1 and sizes[-1] == len(answer.token_ids)
+            assert pool.partial_answer("x") is None
+
     @on_the_clock
     async def test_late_word_of_a_former_life_kills_nothing(self) -> None:
         class Slow(Engine):

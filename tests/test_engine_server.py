@@ -362,10 +362,17 @@ class TestLoss:
             path = store.write(version + 1, new.items())
             await engine.update_weights(version + 1, path)
             within = await _under_way(engine, 1, "within")
+            looks = [engine.partial_answer(name) for name in ("across0", "within0")]
             await engine.shutdown()
             errors = await asyncio.gather(*across, *within, return_exceptions=True)
             assert all(isinstance(error, EngineDeadError) for error in errors)
             partials = [error.partial for error in errors]
+            assert looks[0] == partials[0]  # what comes behind a switch is not proven
+            size = len(looks[1].token_ids)
+            for name in ("token_ids", "log_probs", "versions"):
+                assert getattr(looks[1], name) == getattr(partials[1], name)[:size]
+            assert looks[1].finish_reason == "abort" and size
+            assert engine.partial_answer("across0") is None
             assert errors[0].discarded > 0  # some came after the switch, of either version
             assert errors[1].discarded == 0
             await engine.start()

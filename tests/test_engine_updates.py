@@ -51,8 +51,6 @@ async def _answers_across_switches(
         await engine.update_weights(version, path)
         seen += [(i, engine.partial_answer(f"{tag}{i}")) for i in range(count)]
     answers = await asyncio.gather(*running)
-    if engine.on_update == "abort":  # At first it has not been sent again.
-        seen = [(i, begun) for i, begun in seen if begun is not None]
     for i, begun in seen:
         size = len(begun.token_ids)
         assert size and begun.finish_reason == "abort"

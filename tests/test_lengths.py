@@ -34,3 +34,14 @@ def test_a_problem_seen_before_takes_what_it_took():
     assert predictor.expect("b", 99) == 70.0  # one point: no slope
     predictor.learn("a", 5, 30.0)
     assert predictor.expect("a", 5) == 30.0
+
+
+def test_the_line_outlives_the_process():
+    predictor, again = LengthPredictor(), LengthPredictor()
+    for x, y in ((10, 20.0), (20, 40.0), (30, 70.0)):
+        predictor.learn(f"problem {x}", x, y)
+    again.restore(predictor.state())
+    assert again.expect("new", 25) == predictor.expect("new", 25) > 0
+    for one in (predictor, again):
+        one.learn("problem 40", 40, 10.0)
+    assert again.expect("new", 25) == predictor.expect("new", 25)
