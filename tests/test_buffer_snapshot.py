@@ -10,9 +10,11 @@ import pytest
 import torch
 from groups import make_buffer, make_group
 from tensordict import NonTensorData, TensorDict, lazy_stack
+from torchrl.data.llm import History
+from torchrl.envs.transforms import Transform
 
 from torchrl_llm_async.checkpoint import load_tree
-from torchrl_llm_async.data.snapshot import columns_to_rows, rows_to_columns
+from torchrl_llm_async.data.snapshot import BufferSnapshot, columns_to_rows, rows_to_columns
 from torchrl_llm_async.data.trajectory import Trajectory, stack_group
 from torchrl_llm_async.objectives import GroupAdvantage
 
@@ -111,6 +113,37 @@ def test_the_snapshot_is_of_its_instant(tmp_path: Path) -> None:
     ]
 
 
+class TenTimes(Transform):
+    """Multiplies rewards as rows leave."""
+
+    def forward(self, tensordict):
+        for row in tensordict.unbind(0):
+            row["next", "reward"] = 10 * row["next", "reward"]
+        return tensordict
+
+
+def test_what_is_written_into_a_batch_is_in_no_snapshot(tmp_path: Path) -> None:
+    """Neither by a transform nor by the trainer, although both hold the same tensors."""
+    buffer = make_buffer(groups_per_step=1, max_staleness=2, transform=TenTimes())
+    for group_id in range(3):
+        buffer.announce(group_id, 0)
+    for group_id in range(2):
+        buffer.extend(make_group(group_id))
+    first = buffer.snapshot()
+    for _ in range(2):
+        batch = buffer.sample(timeout=0)
+        for row in batch.unbind(0):
+            row["loss"] = torch.tensor(1.0)
+            del row["text"]
+    assert batch["next", "reward"].flatten().tolist() == [10.0, 20.0]
+    buffer.extend(make_group(2))
+    first.save(tmp_path)
+    rows = BufferSnapshot.load(tmp_path).rows
+    assert [row["text", "response"] for row in rows] == ["0/0", "0/1", "1/0", "1/1"]
+    assert [float(row["next", "reward"]) for row in rows] == [0.0, 1.0, 1.0, 2.0]
+    assert not any("loss" in row for row in rows)
+
+
 def test_rows_may_differ_in_keys_and_shapes() -> None:
     rows = [
         TensorDict({"a": torch.arange(3), "t": NonTensorData("x"), "n": {"b": torch.ones(2, 2)}}),
@@ -127,13 +160,31 @@ def test_rows_may_differ_in_keys_and_shapes() -> None:
     assert columns_to_rows(rows_to_columns([])) == []
 
 
-def test_what_is_no_plain_value_is_refused_by_its_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [{"a": 1}, [1, 2], [], 3, 0.5, True, None, "", {"b": [None]}])
+def test_plain_values_come_back_as_what_they_were(value, tmp_path: Path) -> None:
+    """And not a list of numbers as a tensor, or a dictionary as a tensordict."""
+    BufferSnapshot([TensorDict({"n": {"v": NonTensorData(value)}})], None).save(tmp_path)
+    (row,) = BufferSnapshot.load(tmp_path).rows
+    assert type(row["n", "v"]) is type(value) and row["n", "v"] == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        NonTensorData({1, 2}),
+        NonTensorData([np.arange(2)]),
+        NonTensorData({3: "a"}),
+        History(role="user", content="hi"),  # would come back as a tensordict
+    ],
+    ids=["set", "array", "number as key", "class"],
+)
+def test_what_is_no_plain_value_is_refused_by_its_key(value, tmp_path: Path) -> None:
     buffer = make_buffer(groups_per_step=1, max_staleness=0, group_size=1)
     buffer.announce(0, 0)
     (row,) = make_group(0, size=1).unbind(0)
-    row["text", "tool"] = NonTensorData({1, 2})
+    row["text", "tool"] = value
     buffer.extend(lazy_stack([row]))
-    with pytest.raises(TypeError, match=r"is a set \(\{1, 2\}\)"):
+    with pytest.raises(TypeError, match=r"(?s)entry \('text', 'tool'\) is .*a checkpoint takes"):
         buffer.dumps(tmp_path)
 
 

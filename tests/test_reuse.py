@@ -9,6 +9,7 @@ import pytest
 import torch
 from groups import make_buffer, make_group
 from tensordict import TensorDict, lazy_stack
+from torchrl.envs.transforms import Transform
 
 from torchrl_llm_async.data.reuse import choose_reused
 
@@ -62,6 +63,21 @@ def test_what_the_trainer_adds_to_a_row_is_not_there_next_time():
         row["loss"] = torch.tensor(1.0)
     fill(buffer, (1,), start=1)
     assert all("loss" not in row for row in buffer.sample(timeout=0).unbind(0))
+
+
+def test_a_transform_on_the_way_out_sees_a_row_as_it_entered_each_time():
+    class TenTimes(Transform):
+        def forward(self, tensordict):
+            for row in tensordict.unbind(0):
+                row["next", "reward"] = 10 * row["next", "reward"]
+            return tensordict
+
+    buffer = make_buffer(groups_per_step=1, max_staleness=2, max_reuse=3, transform=TenTimes())
+    for step in range(3):
+        fill(buffer, (step,), start=step)
+        batch = buffer.sample(timeout=0)
+    assert batch["group", "id"].tolist() == [2, 2, 0, 0, 1, 1]
+    assert batch["next", "reward"].flatten().tolist() == [20.0, 30.0, 0.0, 10.0, 10.0, 20.0]
 
 
 @pytest.mark.inv4

@@ -102,6 +102,8 @@ class StalenessReplayBuffer(ReplayBuffer):
         (tensor([0, 1]), 1, 0)
     """
 
+    _copy_rows = False  # whether the storage's rows will be needed after the batch was taken
+
     def __init__(
         self,
         *,
@@ -182,6 +184,7 @@ class StalenessReplayBuffer(ReplayBuffer):
         self._changed = threading.Condition(self._replay_lock)
         self._failure: BaseException | None = None
         self._late: set[int] = set()  # dropped, and whose rows may still arrive
+        self._in_snapshot: set[int] = set()  # groups that may not have been consumed since
         self._last_batch: dict[str, float] = {}
         self._totals = {"groups_reused": 0, "discarded_tokens": 0, "wait_s": 0.0}
 
@@ -321,18 +324,20 @@ class StalenessReplayBuffer(ReplayBuffer):
             self._totals["wait_s"] += waited
             self._raise_if_over()
             if not ready:
-                raise TimeoutError(self._describe_wait(waited))
+                raise TimeoutError(
+                    f"step {self.consumer_version} has no batch after {waited:.1f} s: "
+                    f"{self.sampler.describe_wait()}"
+                )
             depth = len(self.sampler.finished)
+            shared = not self._in_snapshot.isdisjoint(self.sampler.finished)
+            self._copy_rows = shared or self.sampler.reuse_groups > 0
             batch, info = super().sample(return_info=True)
             self._last_batch = {k: v for k, v in info.items() if isinstance(v, int | float)}
             del self._last_batch["step"]
             for lag, tokens in info["lag_histogram"].items():
                 self._last_batch[f"lag_tokens/{lag}"] = tokens
             self._last_batch |= {"last_wait_s": waited, "queue_depth": depth}
-            if self.sampler.reuse_groups:
-                # What the trainer adds to a row must not be there when it is used again.
-                batch = lazy_stack([row.copy() for row in batch.unbind(0)])
-                self._totals["groups_reused"] += len(info["reused_ids"])
+            self._totals["groups_reused"] += len(info["reused_ids"])
             # With on_stale="wait" there are none: the step has waited for them.
             dropped = self.sampler.drop_overdue()
             self._late.update(dropped)
@@ -396,9 +401,9 @@ class StalenessReplayBuffer(ReplayBuffer):
         with self._changed:
             sampler = self.sampler
             groups = [*sampler.finished.values(), *sampler.reusable.values()]
-            rows = []
-            if groups:
-                rows = self.storage.get(torch.cat([group.index for group in groups])).unbind(0)
+            # One by one; a stack of them would take longer than all the rest.
+            rows = [self.storage.get(slot) for group in groups for slot in group.index.tolist()]
+            self._in_snapshot = set(sampler.finished)
             generator = getattr(self, "_rng", None)
             state = {
                 "group_size": self.group_size,
@@ -409,7 +414,7 @@ class StalenessReplayBuffer(ReplayBuffer):
                 "transform": dict(self.transform.state_dict()),
                 "generator": None if generator is None else generator.get_state(),
             }
-        return BufferSnapshot(list(rows), state)
+        return BufferSnapshot(rows, state)
 
     def dumps(self, path: str | Path) -> None:
         """Saves the buffer into a folder, as JSON and safetensors."""
@@ -452,6 +457,20 @@ class StalenessReplayBuffer(ReplayBuffer):
             self._changed.notify_all()
 
     # ------------------------------------------------------------------ inside, under the lock
+    def _get_collate_fn(self, collate_fn: Callable | None) -> None:
+        super()._get_collate_fn(collate_fn)
+        collate = self._collate_fn
+
+        def collate_own(data: Any) -> TensorDictBase:
+            rows = collate(data)
+            if not self._copy_rows:
+                return rows
+            # What the transform and the trainer write must be neither in a snapshot that is being
+            # saved, nor there when the row is used again.
+            return lazy_stack([row.copy() for row in rows.unbind(0)])
+
+        self._collate_fn = collate_own
+
     def _is_over(self) -> bool:
         return self._failure is not None or not self.is_alive
 
@@ -460,20 +479,6 @@ class StalenessReplayBuffer(ReplayBuffer):
             raise self._failure
         if not self.is_alive:
             raise RuntimeError("the replay buffer is closed")
-
-    def _describe_wait(self, waited: float) -> str:
-        sampler = self.sampler
-        text = (
-            f"step {self.consumer_version} has no batch after {waited:.1f} s: it takes "
-            f"{sampler.groups_per_step} groups, {len(sampler.finished)} are complete and "
-            f"{len(sampler.running)} running"
-        )
-        if not sampler.running:
-            return text + "; is a producer at work, and does it announce its groups?"
-        group_id, start = next(iter(sampler.running.items()))
-        return f"{text}, the oldest of them group {group_id}, due at step " + str(
-            start + sampler.max_staleness
-        )
 
     def _check_announced(self, group_id: int, start_version: int) -> None:
         announced = self.sampler.running.get(group_id)

@@ -199,6 +199,18 @@ class StalenessSampler(ConsumingSampler):
             self.consumer_version, **bounds, finished=self._finished_starts, running=running
         )
 
+    def describe_wait(self) -> str:
+        """What the next step waits for, as part of a message."""
+        text = (
+            f"it takes {self.groups_per_step} groups, {len(self.finished)} are complete and "
+            f"{len(self.running)} running"
+        )
+        if not self.running:
+            return text + "; is a producer at work, and does it announce its groups?"
+        group_id, start = next(iter(self.running.items()))
+        due = start + self.max_staleness
+        return f"{text}, the oldest of them group {group_id}, due at step {due}"
+
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Consumes the next step's groups and advances :attr:`consumer_version`.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor
 
 from torchrl_llm_async.checkpoint.tree import Tree, load_tree, save_tree
 
@@ -35,7 +35,8 @@ class BufferSnapshot:
         """Writes ``replay_buffer.json`` and ``.safetensors`` into a folder.
 
         Raises:
-            TypeError: a row has an entry that is neither a tensor nor made of plain values.
+            TypeError: a row has an entry that is neither a tensor nor made of plain values; the
+                message names its key.
         """
         tree = {"state": self.state, "rows": rows_to_columns(self.rows)}
         save_tree(Path(folder) / _NAME, tree)
@@ -57,17 +58,15 @@ def rows_to_columns(rows: Sequence[TensorDictBase]) -> Tree:
     """
     columns: dict[tuple, dict[str, Any]] = {}
     for position, row in enumerate(rows):
-        # Texts are leaves too; by default only tensors are.
-        for key in row.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
-            value = row[key]
+        for key, value in row.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
             path = key if isinstance(key, tuple) else (key,)
             is_tensor = isinstance(value, torch.Tensor)
             kind = (value.dtype, value.ndim) if is_tensor else None
             column = columns.setdefault((path, kind), {"rows": [], "values": [], "shapes": []})
             column["rows"].append(position)
-            column["values"].append(value)
+            column["values"].append(value if is_tensor else _plain(value, path))
             if is_tensor:
-                column["shapes"].append(value.shape)
+                column["shapes"].append(tuple(value.shape))
     return {
         "count": len(rows),
         "columns": [
@@ -75,6 +74,30 @@ def rows_to_columns(rows: Sequence[TensorDictBase]) -> Tree:
             for (path, kind), column in columns.items()
         ],
     }
+
+
+def _is_leaf(cls: type) -> bool:
+    # Texts are leaves too, and so are classes like History, which would come back as tensordicts.
+    return is_leaf_nontensor(cls) or not issubclass(cls, TensorDictBase)
+
+
+def _plain(entry: Any, path: tuple[str, ...]) -> Any:
+    value = entry.tolist() if is_leaf_nontensor(type(entry)) else entry
+    if not _is_plain(value):
+        raise TypeError(
+            f"a row's entry {path} is {value!r:.80}, of type {type(value).__qualname__}; a "
+            "checkpoint takes tensors and, as NonTensorData, None, bool, int, float, str, and "
+            "lists and dictionaries of these"
+        )
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):  # a tuple comes back as a list
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_plain(each) for key, each in value.items())
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _values(kind: tuple | None, column: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +121,8 @@ def columns_to_rows(tree: Tree) -> list[TensorDictBase]:
             shapes = column["shapes"].tolist()
             parts = zip(values.split(sizes), shapes, strict=True)
             values = [part.reshape(shape).clone() for part, shape in parts]
+        else:  # or a list would become a tensor, and a dictionary a tensordict
+            values = [NonTensorData(value) for value in values]
         for position, value in zip(column["rows"].tolist(), values, strict=True):
             rows[position][tuple(column["key"])] = value
     return rows
