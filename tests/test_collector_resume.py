@@ -46,14 +46,17 @@ class SlowEngine(ScriptedEngine):
     def __init__(self, ticks=200):
         super().__init__(length=12, ticks=ticks)
 
-    def wait_until_half_done(self, turn=0):
-        deadline = time.monotonic() + 20
+    def wait_until_half_done(self, turn=0, within=20.0):
+        """Whether an answer is; a busy machine may wake this thread after all of them."""
+        deadline = time.monotonic() + within
         while not any(
             answer.token_ids and request_id.endswith(f"-{turn}")
             for request_id, answer in list(self.answers.items())
         ):
-            assert time.monotonic() < deadline
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.001)  # between two looks
+        return True
 
 
 def saved(cut: Cut, folder: Path) -> None:
@@ -123,7 +126,7 @@ def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_p
         upto = min(step + max(rng.randrange(0, 3), attempt == 0), STEPS - 3)
         trained |= go_on(collector, buffer, range(step, upto))
         if upto > step:  # New weights are served, so others are begun.
-            engine.wait_until_half_done()
+            engine.wait_until_half_done(within=1.0)
         cut = collector.cut()
         step = upto
         ahead = go_on(collector, buffer, range(step, min(step + rng.randrange(0, 2), STEPS)))
@@ -188,7 +191,7 @@ def test_nothing_is_taken_up_before_weights_as_new_are_served(make_collector, tm
     collector = make_collector(engine=engine, replay_buffer=buffer, **settings)
     collector.start()
     train(collector, buffer, range(3))
-    engine.wait_until_half_done()
+    assert engine.wait_until_half_done()
     saved(collector.cut(), tmp_path)
     collector.shutdown()
     engine = SlowEngine(ticks=5)
@@ -241,7 +244,7 @@ def test_answers_to_what_an_environment_no_longer_says_are_sampled_anew(make_col
     buffer, engine = make_buffer(max_staleness=0), SlowEngine()
     collector = make_collector(replay_buffer=buffer, engine=engine, **settings)
     collector.start()
-    engine.wait_until_half_done(turn=1)
+    assert engine.wait_until_half_done(turn=1)
     cut = collector.cut()
     saved(cut, tmp_path)
     collector.shutdown()
@@ -336,7 +339,7 @@ def test_groups_dropped_by_the_trainer_at_the_cut_are_dropped_once_more(make_col
     collector.start()
     train(collector, buffer, range(2))
     assert dropped == [(1, "stale")]
-    engine.wait_until_half_done()
+    assert engine.wait_until_half_done()
     cut = collector.cut()
     assert cut.collector["pending_drops"] == [] and cut.buffer.state["late"] == []
     # As it would be had the collector not heard of it.
