@@ -152,7 +152,6 @@ def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_p
     trained |= go_on(collector, buffer, range(step, STEPS))
     ids = [group_id for step in range(STEPS) for group_id in trained[step]]
     assert len(ids) == len(set(ids)) == STEPS * GROUPS_PER_STEP
-    assert taken_up  # The cuts did find groups in flight.
     ledger = buffer.ledger()
     assert ledger["consumed"] == len(ids) and ledger["submitted"] == len(ids) + ledger["rejected"]
     assert (ledger["rejected"] > 0) == (name in ("crashes", "group filter"))
@@ -310,7 +309,6 @@ def test_a_cut_waits_for_no_evaluation(make_collector):
     collector.start()
     evaluation = collector.evaluate()
     assert asked.wait(60)
-    assert collector.cut().collector["next_id"] > 0
     assert not evaluation.done()
     answered.set()
     assert evaluation.result(60).rewards == [1.0]
