@@ -82,9 +82,7 @@ class ScriptedEngine:
         tokens = ([20] * self.length + [EOS])[: sampling.max_new_tokens]
         answer = self.answers[request_id] = partial or Generation([], [], [], "abort")
         for token in tokens[len(answer.token_ids) :]:
-            for _ in range(self.ticks):
-                await asyncio.sleep(0)
-                await self._running.wait()
+            await self._before_token(request_id, answer)
             due = self.die_once_at is not None and self._answers >= self.die_once_at
             if due and answer.token_ids:
                 self._alive, self.die_once_at = False, None
@@ -99,6 +97,11 @@ class ScriptedEngine:
             self._alive = False
             raise EngineDeadError("the engine died, as told")
         return replace(answer, finish_reason="stop" if tokens[-1] == EOS else "length")
+
+    async def _before_token(self, request_id: str, answer: Generation) -> None:
+        for _ in range(self.ticks):
+            await asyncio.sleep(0)
+            await self._running.wait()
 
     def partial_answer(self, request_id: str) -> Generation | None:
         answer = self.answers.get(request_id)

@@ -8,7 +8,6 @@ import itertools
 import json
 import random
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -40,23 +39,34 @@ class EnvWithState(ScriptedEnv):
         self._next = state["next"]
 
 
-class SlowEngine(ScriptedEngine):
-    """Takes so long for an answer that a cut finds some half done, however busy the machine."""
+class HeldEngine(ScriptedEngine):
+    """Can be held in the middle of its answers, so that a cut finds them half done."""
 
-    def __init__(self, ticks=200):
-        super().__init__(length=12, ticks=ticks)
+    def __init__(self):
+        super().__init__(length=12)
+        self._is_held = lambda request_id: False
+        self._half_done = threading.Event()
 
-    def wait_until_half_done(self, turn=0, within=20.0):
-        """Whether an answer is; a busy machine may wake this thread after all of them."""
-        deadline = time.monotonic() + within
-        while not any(
-            answer.token_ids and request_id.endswith(f"-{turn}")
-            for request_id, answer in list(self.answers.items())
-        ):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)  # between two looks
-        return True
+    async def start(self):
+        self._loop, self._let_go = asyncio.get_running_loop(), asyncio.Event()
+        await super().start()
+
+    async def _before_token(self, request_id, answer):
+        await super()._before_token(request_id, answer)
+        if answer.token_ids and self._is_held(request_id):
+            self._half_done.set()
+            await self._let_go.wait()
+
+    def hold(self, turn=""):
+        """From now on no answer (to the turn) gets a second token."""
+        self._is_held = lambda request_id: request_id.endswith(f"-{turn}") or turn == ""
+
+    def wait_until_half_done(self):
+        assert self._half_done.wait(20)
+
+    def let_go(self):
+        self._is_held = lambda request_id: False
+        self._loop.call_soon_threadsafe(self._let_go.set)
 
 
 def saved(cut: Cut, folder: Path) -> None:
@@ -74,8 +84,11 @@ def restored(make_collector, folder: Path, *, buffer_options=None, **options):
     return collector, buffer
 
 
-def train(collector, buffer, steps, *, in_order=True) -> dict[int, list[int]]:
-    """Trains on nothing; the groups of each step."""
+def train(collector, buffer, steps, *, in_order=True, hold=None) -> dict[int, list[int]]:
+    """Trains on nothing; the groups of each step.
+
+    An engine may be held before the last weights are served, with which others are begun.
+    """
     trained = {}
     for step in steps:
         batch, info = buffer.sample(timeout=60, return_info=True)
@@ -89,6 +102,8 @@ def train(collector, buffer, steps, *, in_order=True) -> dict[int, list[int]]:
             # Groups and problems are numbered alike: the order is that of one run without an end.
             number = row["text", "prompt"].removesuffix("?")
             assert not in_order or int(number) == row["group", "id"]
+        if hold is not None and step == steps[-1]:
+            hold.hold()
         collector.serve_weights("unread", version=step + 1)
     return trained
 
@@ -116,28 +131,28 @@ def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_p
         **SETTINGS[name],
     }
 
-    buffer, engine = make_buffer(max_staleness=2), SlowEngine()
+    buffer, engine = make_buffer(max_staleness=2), HeldEngine()
     collector = make_collector(replay_buffer=buffer, **settings, engine=engine)
     collector.start()
-    step, trained, taken_up = 0, {}, 0
+    step, trained = 0, {}
     go_on = functools.partial(train, in_order=name != "longest first")
     for attempt in range(6):
         # Goes on for some steps, and is cut and then lost somewhere behind the cut.
         upto = min(step + max(rng.randrange(0, 3), attempt == 0), STEPS - 3)
-        trained |= go_on(collector, buffer, range(step, upto))
-        if upto > step:  # New weights are served, so others are begun.
-            engine.wait_until_half_done(within=1.0)
+        trained |= go_on(collector, buffer, range(step, upto), hold=engine)
+        if upto > step:
+            engine.wait_until_half_done()
         cut = collector.cut()
+        engine.let_go()
+        taken_up = [member for group in cut.collector["groups"] for member in group["members"]]
+        assert any(taken_up) or upto == step
         step = upto
         ahead = go_on(collector, buffer, range(step, min(step + rng.randrange(0, 2), STEPS)))
         folder = tmp_path / str(attempt)
         folder.mkdir()
         saved(cut, folder)
         collector.shutdown()
-        taken_up += sum(
-            bool(member) for group in cut.collector["groups"] for member in group["members"]
-        )
-        engine = SlowEngine()
+        engine = HeldEngine()
         collector, buffer = restored(make_collector, folder, **settings, engine=engine)
         assert buffer.consumer_version == step
         assert buffer.ledger() == {
@@ -162,18 +177,20 @@ def test_runs_cut_anywhere_train_on_every_group_once(name, make_collector, tmp_p
 @pytest.mark.inv2
 @pytest.mark.inv4
 def test_what_was_sampled_is_not_sampled_again(make_collector, tmp_path):
-    engine = SlowEngine()
+    engine = HeldEngine()
+    engine.hold()
     buffer = make_buffer(max_staleness=2)
     settings = dict(total_steps=3, max_staleness=2, sampling=LONG)
     collector = make_collector(engine=engine, replay_buffer=buffer, **settings)
     collector.start()
-    collector.wait_until_ready()
+    engine.wait_until_half_done()
     with collector.pause():
         cut = collector.cut()
         sampled = engine.sampled
+    engine.let_go()
     saved(cut, tmp_path)
     collector.shutdown()
-    again = SlowEngine()
+    again = HeldEngine()
     collector, buffer = restored(make_collector, tmp_path, engine=again, **settings)
     collector.start()
     train(collector, buffer, range(3))
@@ -186,14 +203,14 @@ def test_what_was_sampled_is_not_sampled_again(make_collector, tmp_path):
 def test_nothing_is_taken_up_before_weights_as_new_are_served(make_collector, tmp_path):
     settings = dict(total_steps=6, sampling=LONG)
     buffer = make_buffer()
-    engine = SlowEngine(ticks=2000)
+    engine = HeldEngine()
     collector = make_collector(engine=engine, replay_buffer=buffer, **settings)
     collector.start()
-    train(collector, buffer, range(3))
-    assert engine.wait_until_half_done()
+    train(collector, buffer, range(3), hold=engine)
+    engine.wait_until_half_done()
     saved(collector.cut(), tmp_path)
     collector.shutdown()
-    engine = SlowEngine(ticks=5)
+    engine = HeldEngine()
     held_out = dict(create_eval_env_fn=ScriptedEnv, eval_problems=1)
     collector, buffer = restored(make_collector, tmp_path, engine=engine, **settings, **held_out)
     collector.start()
@@ -240,10 +257,11 @@ def test_answers_to_what_an_environment_no_longer_says_are_sampled_anew(make_col
     settings = dict(
         env=lambda: Moody(turns=2), max_turns=2, total_steps=1, max_staleness=0, sampling=LONG
     )
-    buffer, engine = make_buffer(max_staleness=0), SlowEngine()
+    buffer, engine = make_buffer(max_staleness=0), HeldEngine()
+    engine.hold(turn=1)
     collector = make_collector(replay_buffer=buffer, engine=engine, **settings)
     collector.start()
-    assert engine.wait_until_half_done(turn=1)
+    engine.wait_until_half_done()
     cut = collector.cut()
     saved(cut, tmp_path)
     collector.shutdown()
@@ -254,7 +272,7 @@ def test_answers_to_what_an_environment_no_longer_says_are_sampled_anew(make_col
     ]
     assert sum(second)
     Moody.life = 1
-    collector, buffer = restored(make_collector, tmp_path, engine=SlowEngine(), **settings)
+    collector, buffer = restored(make_collector, tmp_path, engine=HeldEngine(), **settings)
     collector.start()
     batch = buffer.sample(timeout=60)
     assert all("more? 1" in row["text", "response"] for row in batch.unbind(0))
@@ -309,6 +327,8 @@ def test_a_cut_waits_for_no_evaluation(make_collector):
     collector.start()
     evaluation = collector.evaluate()
     assert asked.wait(60)
+    assert len(buffer.sample(timeout=60))  # Rollouts go on meanwhile.
+    assert collector.cut().collector["next_id"] >= GROUPS_PER_STEP
     assert not evaluation.done()
     answered.set()
     assert evaluation.result(60).rewards == [1.0]
@@ -332,12 +352,12 @@ def test_groups_dropped_by_the_trainer_at_the_cut_are_dropped_once_more(make_col
         )
 
     buffer = make_buffer(**fresh())
-    engine = SlowEngine(ticks=2000)
+    engine = HeldEngine()
     collector = make_collector(engine=engine, replay_buffer=buffer, **settings)
     collector.start()
-    train(collector, buffer, range(2))
+    train(collector, buffer, range(2), hold=engine)
     assert dropped == [(1, "stale")]
-    assert engine.wait_until_half_done()
+    engine.wait_until_half_done()
     cut = collector.cut()
     assert cut.collector["pending_drops"] == [] and cut.buffer.state["late"] == []
     # As it would be had the collector not heard of it.
