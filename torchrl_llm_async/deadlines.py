@@ -87,6 +87,10 @@ def is_ready(
     number at most ``(j - step) * groups_per_step``, what the steps after ``step`` up to j consume.
     If the oldest finished groups do not satisfy this, no other choice does.
 
+    All deadlines have to be within reach, as :func:`check_deadlines` says. Then it is enough to
+    look at versions up to that of the last group taken: up to any later one, B groups less are
+    left, and there is a step less to consume them.
+
     Args:
         step: the consuming step, also the version of the weights it trains.
         groups_per_step: groups one step consumes, B.
@@ -95,10 +99,6 @@ def is_ready(
         running: number of groups that are admitted and not complete, by start version. Leave out
             those that are going to be dropped.
 
-    Raises:
-        RuntimeError: some deadline cannot be met whatever is chosen, because more groups were
-            admitted than the staleness bound allows.
-
     Examples:
         >>> rule = dict(groups_per_step=2, max_staleness=1)
         >>> is_ready(0, **rule, finished={0: 2}, running={0: 2})
@@ -106,38 +106,8 @@ def is_ready(
         >>> is_ready(1, **rule, finished={0: 1, 1: 1}, running={0: 1})  # one of version 0 is due
         False
     """
-    check_deadlines(
-        step,
-        groups_per_step=groups_per_step,
-        max_staleness=max_staleness,
-        waiting=_added(finished, running),
-    )
-    return is_ready_in_time(
-        step,
-        groups_per_step=groups_per_step,
-        max_staleness=max_staleness,
-        finished=finished,
-        running=running,
-    )
-
-
-def is_ready_in_time(
-    step: int,
-    *,
-    groups_per_step: int,
-    max_staleness: int,
-    finished: Mapping[int, int],
-    running: Mapping[int, int],
-) -> bool:
-    """What :func:`is_ready` says if :func:`check_deadlines` is known to raise nothing.
-
-    It looks only at versions up to that of the last group taken. Up to any later version, B groups
-    less are left and there is a step less to consume them, which that check covers.
-
-    Args:
-        step, groups_per_step, max_staleness, finished, running: as for :func:`is_ready`.
-    """
-    waiting = _added(finished, running)
+    waiting = Counter(finished)
+    waiting.update(running)
     due = taken = 0
     for start in sorted(waiting):
         due += waiting[start]
@@ -149,12 +119,6 @@ def is_ready_in_time(
         if left_over and left_over > (start + max_staleness - step) * groups_per_step:
             return False
     return False  # fewer than B are finished
-
-
-def _added(finished: Mapping[int, int], running: Mapping[int, int]) -> Counter[int]:
-    total = Counter(finished)
-    total.update(running)
-    return total
 
 
 def select_groups(
@@ -180,7 +144,7 @@ def select_groups(
         The ids of B finished groups in their order, or None if :func:`is_ready` says no.
 
     Raises:
-        RuntimeError: as :func:`is_ready`.
+        RuntimeError: as :func:`check_deadlines`.
 
     Examples:
         >>> rule = dict(groups_per_step=2, max_staleness=1)
@@ -191,14 +155,10 @@ def select_groups(
         >>> select_groups(1, **rule, finished={0: 0, 3: 0, 4: 1}, running={})
         [0, 3]
     """
-    ready = is_ready(
-        step,
-        groups_per_step=groups_per_step,
-        max_staleness=max_staleness,
-        finished=Counter(finished.values()),
-        running=Counter(running.values()),
-    )
-    if not ready:
+    bounds = dict(groups_per_step=groups_per_step, max_staleness=max_staleness)
+    starts = Counter(finished.values()), Counter(running.values())
+    check_deadlines(step, **bounds, waiting=starts[0] + starts[1])
+    if not is_ready(step, **bounds, finished=starts[0], running=starts[1]):
         return None
     order = sorted(finished, key=lambda group_id: (finished[group_id], group_id))
     return order[:groups_per_step]

@@ -23,7 +23,7 @@ from torchrl_llm_async.data.reuse import Reuse, choose_reused
 from torchrl_llm_async.deadlines import (
     check_bounds,
     check_deadlines,
-    is_ready_in_time,
+    is_ready,
     least_staleness,
 )
 from torchrl_llm_async.ledger import Ledger
@@ -182,7 +182,7 @@ class StalenessSampler(ConsumingSampler):
         """Whether the next step's batch is there.
 
         Raises:
-            RuntimeError: as :func:`~torchrl_llm_async.deadlines.is_ready`.
+            RuntimeError: as :func:`~torchrl_llm_async.deadlines.check_deadlines`.
         """
         running: Mapping[int, int] = self._running_starts
         if self.on_stale == "drop":
@@ -195,7 +195,7 @@ class StalenessSampler(ConsumingSampler):
             waiting = self._finished_starts + Counter(running)
             check_deadlines(self.consumer_version, **bounds, waiting=waiting)
             self._must_check = False
-        return is_ready_in_time(
+        return is_ready(
             self.consumer_version, **bounds, finished=self._finished_starts, running=running
         )
 
