@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from torchrl_llm_async.checkpoint import CheckpointStore, load_tree, save_tree
@@ -60,20 +61,21 @@ def main() -> None:
     step_s = [
         s["train_s"] + s["publish_s"] + s["trainer_waited_s"] + s["checkpoint_s"] for s in steps
     ]
-    stalls = [s["checkpoint_s"] for s in steps if s["checkpoint_s"] > 5e-3]
+    stalls = [s["checkpoint_s"] for s in steps]
+    count = len(steps) // OmegaConf.load(run / "config.yaml").checkpoint_every
     fullest = max(
         (run / "resume").glob("step_*"),
         key=lambda folder: (folder / "replay_buffer.safetensors").stat().st_size,
     )
     written = statistics.median(seconds_to_write(fullest) for _ in range(5))
-    print(f"{len(steps)} steps in {sum(step_s):.0f} s, {len(stalls)} checkpoints")
+    print(f"{len(steps)} steps in {sum(step_s):.0f} s, {count} checkpoints")
     share = 100 * sum(stalls) / sum(step_s)
     print(f"training stood still {sum(stalls):.3f} s, {share:.2f} % of the time")
     print(
         f"at most {max(stalls):.3f} s at once, {max(stalls) / statistics.median(step_s):.3f} of a "
         "median step"
     )
-    share = 100 * written * len(stalls) / sum(step_s)
+    share = 100 * written * count / sum(step_s)
     print(
         f"writing takes up to {written:.3f} s of a processor each time, {share:.2f} % of the time"
     )
