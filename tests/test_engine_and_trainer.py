@@ -47,7 +47,7 @@ def test_log_probs_agree_at_equal_weights(
     )
     actor = TorchtuneActor(model, temperature=temperature)
     with torch.no_grad():
-        log_probs, _ = actor.log_probs(pad_rows(lazy_stack([row]), pad_id=0))
+        log_probs = actor.score(pad_rows(lazy_stack([row]), pad_id=0)).log_probs
     torch.testing.assert_close(
         log_probs[0][sampled], torch.tensor(answer.log_probs), atol=1e-4, rtol=0
     )

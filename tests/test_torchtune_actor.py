@@ -99,7 +99,7 @@ def test_log_probs_equal_transformers(tied):
     micro = pad_rows(rows, pad_id=0)
     actor = TorchtuneActor(decoder, temperature=0.7)
     with torch.no_grad():
-        log_probs, entropy = actor.log_probs(micro, entropy="detached")
+        log_probs, entropy, _ = actor.score(micro, entropy="detached")
         for i, row in enumerate(rows.unbind(0)):
             tokens = row["tokens", "full"]
             expected = (model(tokens[None]).logits[0, :-1] / 0.7).log_softmax(-1)
@@ -138,7 +138,7 @@ def test_chunks_masks_padding_and_path_change_nothing(tied):
     ):
         decoder = make_decoder(tied=tied)
         actor = TorchtuneActor(WholeLogits(decoder) if wrap else decoder, chunk_size=chunk_size)
-        log_probs, entropy = actor.log_probs(
+        log_probs, entropy, _ = actor.score(
             micro, mask=mask if masked else None, entropy="differentiable"
         )
         assert log_probs.dtype == torch.float32
@@ -219,11 +219,11 @@ def test_grpo_loss_of_torchrl(masking_strategy, ragged):
     tokens = pad_rows(rows, pad_id=0)["tokens", "full"]
     with torch.no_grad():
         actor = grpo.actor_network
-        log_probs, entropy = actor.log_probs(data, mask=mask, entropy="detached")
+        log_probs, entropy, _ = actor.score(data, mask=mask, entropy="detached")
         torch.testing.assert_close(actor._get_rlhf_dist(data).log_prob(tokens), log_probs)
         distribution = actor.get_dist(data, mask_key=("masks", "all_assistant_mask"))
         torch.testing.assert_close(distribution.entropy()[mask], entropy[mask])
-        everything, _ = actor.log_probs(data)
+        everything = actor.score(data).log_probs
         generic = actor._get_generic_dist(data).log_prob(tokens)
         assert torch.allclose(generic[everything != 0], everything[everything != 0])
 
@@ -251,9 +251,9 @@ def test_nested_keys_and_bad_input():
         make_decoder(), tokens_key=("a", "b", "tokens"), attention_mask_key=("a", "b", "mask")
     )
     plain = TorchtuneActor(actor.model)
-    torch.testing.assert_close(actor.log_probs(moved)[0], plain.log_probs(micro)[0])
+    torch.testing.assert_close(actor.score(moved).log_probs, plain.score(micro).log_probs)
     with pytest.raises(KeyError, match="attention_mask_key="):
-        plain.log_probs(moved)
+        plain.score(moved)
     with pytest.raises(ValueError, match=r"temperature=0\.0"):
         TorchtuneActor(actor.model, temperature=0.0)
     assert "unembed" not in vars(actor.model)
@@ -284,11 +284,11 @@ def train_sharded(rank: int, world_size: int, store: str, results) -> None:
             for micro in anchored:
                 (loss(micro, normalizer=count).total() * world_size).backward()
             with torch.no_grad():  # Must not leave weights behind that miss the update.
-                loss.actor_network.log_probs(micros[0])
+                loss.actor_network.score(micros[0])
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            log_probs, _ = loss.actor_network.log_probs(pad_rows(rows, 0))
+            log_probs = loss.actor_network.score(pad_rows(rows, 0)).log_probs
         if rank == 0:
             results[name] = log_probs
     dist.destroy_process_group()
@@ -321,7 +321,7 @@ def test_fsdp2_ranks_equal_one_process(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            expected, _ = loss.actor_network.log_probs(micro)
+            expected = loss.actor_network.score(micro).log_probs
         torch.testing.assert_close(sharded[name], expected, atol=1e-4, rtol=0)
 
 

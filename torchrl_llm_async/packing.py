@@ -1,13 +1,14 @@
 """Micro-batches of a step: which rows go to which rank, and how they become dense.
 
-Owns the plan (balanced over ranks, bounded by a token budget) and the padding. Knows no
-loss: what must not be split is given as a number of adjacent rows. Sends nothing.
+Owns the plan (balanced over ranks, bounded by a token budget) and the two dense forms: one
+sequence per row, padded, or several one behind another, packed. Knows no loss: what must not
+be split is given as a number of adjacent rows. Sends nothing.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -120,16 +121,9 @@ def pad_rows(
         tensor([[0, 1, 2],
                 [1, 2, 3]])
     """
-    singles = list(rows.unbind(0))
-    lengths = [len(row.get(tokens_key)) for row in singles]
-    out = TensorDict(batch_size=[len(singles)], device=rows.device)
-    for key in singles[0].keys(include_nested=True, leaves_only=True):
-        if isinstance(key, tuple) and key != tokens_key and key[:-1] == tokens_key[:-1]:
-            continue
-        values = [row.get(key, None) for row in singles]
-        if not all(isinstance(value, Tensor) for value in values):
-            continue
-        if all(v.ndim > 0 and len(v) == n for v, n in zip(values, lengths, strict=True)):
+    out = TensorDict(batch_size=[len(rows)], device=rows.device)
+    for key, values, per_token in _numeric_entries(rows, tokens_key):
+        if per_token:
             fill = pad_id if key == tokens_key else _fill_value(values[0].dtype)
             out.set(
                 key,
@@ -138,6 +132,83 @@ def pad_rows(
         elif len({value.shape for value in values}) == 1:
             out.set(key, torch.stack(values))
     return out
+
+
+def pack_rows(
+    rows: TensorDictBase,
+    pad_id: int,
+    *,
+    row_tokens: int | None = None,
+    tokens_key: NestedKey = ("tokens", "full"),
+    segment_ids_key: NestedKey = ("packing", "segment_ids"),
+) -> TensorDictBase:
+    """Ragged rows as one dense micro-batch, several sequences one behind another in a row.
+
+    Each sequence goes, longest first, into the first row with room for it. Entries with one
+    value per token follow; an entry of one number per row (a reward, an advantage) becomes
+    one per token; the rest is left out. Rows are filled up on the right like in padding.
+
+    Args:
+        rows (TensorDictBase): ``(N,)`` rows, N >= 1.
+        pad_id (int): token id that fills up.
+        row_tokens (int, optional): tokens of a packed row, at least those of the longest
+            sequence, which is the default. Attention takes memory with its square.
+        tokens_key (NestedKey): token ids, 1-D; its length is the row's.
+        segment_ids_key (NestedKey): where the place of each token's sequence in ``rows``
+            goes, int64, -1 for padding. The place, so that pairs stay pairs.
+
+    Returns:
+        TensorDictBase: batch size ``(R,)``, entries [R, T].
+
+    Raises:
+        ValueError: a sequence is longer than ``row_tokens``.
+
+    Examples:
+        >>> from tensordict import lazy_stack
+        >>> rows = lazy_stack(
+        ...     [TensorDict({"tokens": {"full": torch.arange(1, n)}}) for n in (3, 5, 2)]
+        ... )
+        >>> packed = pack_rows(rows, pad_id=0)
+        >>> packed["tokens", "full"], packed["packing", "segment_ids"]
+        (tensor([[1, 2, 3, 4],
+                [1, 2, 1, 0]]), tensor([[ 1,  1,  1,  1],
+                [ 0,  0,  2, -1]]))
+    """
+    lengths = [len(row.get(tokens_key)) for row in rows.unbind(0)]
+    size = max(lengths) if row_tokens is None else row_tokens
+    if max(lengths) > size:
+        raise ValueError(
+            f"Row {lengths.index(max(lengths))} has {max(lengths)} tokens, over row_tokens={size}. "
+            "It cannot be split: raise row_tokens to at least that."
+        )
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = next((i for i, left in enumerate(room) if left >= lengths[index]), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(size)
+        bins[place].append(index)
+        room[place] -= lengths[index]
+
+    def packed(values: Sequence[Tensor], fill: int | float | bool) -> Tensor:
+        joined = [torch.cat([values[index] for index in sorted(members)]) for members in bins]
+        dense = values[0].new_full((len(bins), size), fill)
+        for row, value in zip(dense, joined, strict=True):
+            row[: len(value)] = value
+        return dense
+
+    out = TensorDict(batch_size=[len(bins)], device=rows.device)
+    for key, values, per_token in _numeric_entries(rows, tokens_key):
+        if not per_token and any(value.numel() != 1 for value in values):
+            continue
+        if not per_token:
+            values = [v.reshape(1).expand(n) for v, n in zip(values, lengths, strict=True)]
+        if any(value.ndim > 1 for value in values):
+            continue
+        out.set(key, packed(values, pad_id if key == tokens_key else _fill_value(values[0].dtype)))
+    places = [torch.full((n,), i, device=rows.device) for i, n in enumerate(lengths)]
+    return out.set(segment_ids_key, packed(places, -1))
 
 
 def blank_rows(
@@ -178,6 +249,23 @@ def blank_rows(
             fill = _fill_value(value.dtype) if value.shape == per_token else 0
         out.set(key, value.new_full((2, *value.shape[1:]), fill))
     return out
+
+
+def _numeric_entries(
+    rows: TensorDictBase, tokens_key: NestedKey
+) -> Iterator[tuple[NestedKey, list[Tensor], bool]]:
+    """Key, value of each row, and whether those are per token, of what is numbers in all rows."""
+    singles = list(rows.unbind(0))
+    lengths = [len(row.get(tokens_key)) for row in singles]
+    for key in singles[0].keys(include_nested=True, leaves_only=True):
+        if isinstance(key, tuple) and key != tokens_key and key[:-1] == tokens_key[:-1]:
+            continue
+        values = [row.get(key, None) for row in singles]
+        if all(isinstance(value, Tensor) for value in values):
+            per_token = all(
+                v.ndim > 0 and len(v) == n for v, n in zip(values, lengths, strict=True)
+            )
+            yield key, values, per_token
 
 
 def _fill_value(dtype: torch.dtype) -> int | float | bool:

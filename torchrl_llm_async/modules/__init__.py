@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_llm_async.modules.torchtune_actor import TorchtuneActor
+from torchrl_llm_async.modules.scores import TokenScores, score_tokens
+from torchrl_llm_async.modules.torchtune_actor import TorchtuneActor, add_value_head
 
-__all__ = ["TorchtuneActor"]
+__all__ = ["TokenScores", "TorchtuneActor", "add_value_head", "score_tokens"]

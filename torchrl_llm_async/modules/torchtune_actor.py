@@ -1,15 +1,15 @@
 """Scores token sequences with a torchtune decoder, for losses.
 
-Owns the step from a padded micro-batch to log-probs: attention mask, positions,
-temperature and the memory the vocabulary takes. Generates nothing, tokenises nothing
-and never moves, shards or updates the weights. Imports no torchtune.
+Owns the step from a padded or packed micro-batch to log-probs: attention mask, positions,
+temperature and the memory the vocabulary takes; and the head that makes a critic of a
+decoder. Generates nothing, tokenises nothing and never moves, shards or updates the
+weights. Imports no torchtune.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
@@ -20,7 +20,35 @@ from torch.utils.checkpoint import checkpoint
 from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 from torchrl.modules.llm import LLMWrapperBase
 
-EntropyMode = Literal["off", "detached", "differentiable"]
+from torchrl_llm_async.modules.scores import EntropyMode, TokenScores
+
+
+def add_value_head(model: nn.Module) -> nn.Module:
+    """Gives a torchtune decoder a critic's head: hidden state to value, zero at first.
+
+    Call it before ``fully_shard`` on the decoder, which then shards the head with it.
+
+    Args:
+        model (nn.Module): the decoder; gets the submodule ``value_head``, an
+            ``nn.Linear(D, 1)`` in the dtype and on the device of its output projection.
+
+    Returns:
+        nn.Module: the decoder itself.
+
+    Examples:
+        >>> from torchtune.models.qwen2 import qwen2
+        >>> model = qwen2(vocab_size=11, num_layers=1, num_heads=2, num_kv_heads=1,
+        ...               embed_dim=8, intermediate_dim=16, max_seq_len=16)
+        >>> add_value_head(model).value_head
+        Linear(in_features=8, out_features=1, bias=True)
+    """
+    embedding = model.tok_embeddings.weight
+    model.value_head = nn.Linear(
+        embedding.shape[1], 1, device=embedding.device, dtype=embedding.dtype
+    )
+    nn.init.zeros_(model.value_head.weight)
+    nn.init.zeros_(model.value_head.bias)
+    return model
 
 
 class TorchtuneActor(LLMWrapperBase):
@@ -31,7 +59,11 @@ class TorchtuneActor(LLMWrapperBase):
     ``fully_shard`` works as it is. Position i scores token i; a row's first token has
     nothing before it and scores 0.
 
-    :meth:`log_probs` never holds a ``[tokens, vocab]`` tensor: only the asked-for
+    Rows may be padded, one sequence each, or packed, several one behind another, told
+    apart by their ``segment_ids``: a token sees those of its own sequence only, and the
+    scores are the same.
+
+    :meth:`score` never holds a ``[tokens, vocab]`` tensor: only the asked-for
     positions are projected onto the vocabulary, ``chunk_size`` at a time, and again in
     the backward pass. For that the projection runs inside the decoder's own forward
     pass, where FSDP has its weights gathered. A decoder without torchtune's ``unembed``,
@@ -48,6 +80,8 @@ class TorchtuneActor(LLMWrapperBase):
         tokens_key (NestedKey): token ids, [N, T] int64.
         attention_mask_key (NestedKey): True for tokens, False for padding, [N, T] bool.
         assistant_mask_key (NestedKey): True for sampled tokens, [N, T] bool.
+        segment_ids_key (NestedKey): the sequence of each token where rows are packed,
+            ascending along a row, -1 for padding, [N, T] int64; need not be there.
         log_probs_key (NestedKey): where ``forward`` writes, [N, T] float32.
 
     Raises:
@@ -68,8 +102,7 @@ class TorchtuneActor(LLMWrapperBase):
         ...     },
         ...     batch_size=(2,),
         ... )
-        >>> log_probs, _ = actor.log_probs(rows, entropy="detached")
-        >>> log_probs < 0
+        >>> actor.score(rows, entropy="detached").log_probs < 0
         tensor([[False, False,  True],
                 [False,  True,  True]])
     """
@@ -83,6 +116,7 @@ class TorchtuneActor(LLMWrapperBase):
         tokens_key: NestedKey = ("tokens", "full"),
         attention_mask_key: NestedKey = ("masks", "all_attention_mask"),
         assistant_mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        segment_ids_key: NestedKey = ("packing", "segment_ids"),
         log_probs_key: NestedKey = ("log_probs", "full"),
     ) -> None:
         for name, value in (("temperature", temperature), ("chunk_size", chunk_size)):
@@ -95,6 +129,7 @@ class TorchtuneActor(LLMWrapperBase):
         self.tokens_key = tokens_key
         self.attention_mask_key = attention_mask_key
         self.assistant_mask_key = assistant_mask_key
+        self.segment_ids_key = segment_ids_key
         self.log_probs_key = log_probs_key
         self.in_keys = [tokens_key, attention_mask_key]
         self.out_keys = [log_probs_key]
@@ -104,53 +139,66 @@ class TorchtuneActor(LLMWrapperBase):
         self.input_mode = "tokens"
         self._min_batch_size = self._max_batch_size = None
 
-    def log_probs(
+    def score(
         self,
         micro: TensorDictBase,
         *,
         mask: Tensor | None = None,
         entropy: EntropyMode = "off",
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs of the tokens under the policy at its temperature.
+        values: bool = False,
+    ) -> TokenScores:
+        """Log-probs of the tokens under the policy at its temperature, and what goes with them.
 
         Args:
-            micro (TensorDictBase): ``(N,)`` rows, dense with any padding, or ragged.
+            micro (TensorDictBase): ``(N,)`` rows, dense with any padding, packed or ragged.
             mask (Tensor, optional): [N, T] bool, the positions to score; all tokens by
                 default. Positions left out cost no projection onto the vocabulary.
             entropy: whether to return the entropy of the distribution each scored token
                 was drawn from: ``"off"``, ``"detached"``, or ``"differentiable"``, which
                 takes about twice the memory per chunk.
+            values (bool): whether to return the critic's values, which takes a decoder
+                with a ``value_head`` (:func:`add_value_head`).
 
         Returns:
-            tuple[Tensor, Tensor | None]: log-probs and entropy in nats, [N, T], in
-            float32 at least; 0 at positions not scored. Both are connected to the graph
-            even if no position is scored.
+            TokenScores: [N, T] each, in float32 at least; 0 at positions not scored. All
+            are connected to the graph even if no position is scored.
+
+        Raises:
+            ValueError: values asked of a decoder that has no head, or whose hidden states
+                cannot be had.
         """
-        tokens, attention = self._read(micro)
-        scored = attention if mask is None else mask & attention
-        scored = scored & F.pad(attention, (1, -1), value=False)
+        tokens, segments = self._read(micro)
+        scored = segments >= 0 if mask is None else mask & (segments >= 0)
+        scored = scored & (segments == F.pad(segments, (1, -1), value=-1))
         previous, targets = scored[:, 1:], tokens[:, 1:]
+        if values:
+            self._check_value_head()
 
         if self._projects_inside():
-            with self._unembed_as(
-                lambda hidden: self._score(
-                    self.model.norm(hidden[:, :-1][previous]),
-                    targets[previous],
-                    self.model.output,
-                    entropy,
-                )
-            ):
-                scores = self._call_model(tokens, attention)
-            values = [
+
+            def score_hidden(hidden: Tensor) -> tuple[Tensor, ...]:
+                hidden = self.model.norm(hidden[:, :-1][previous])
+                scores = self._score(hidden, targets[previous], self.model.output, entropy)
+                if values:
+                    scores += (_at_least_float32(self.model.value_head(hidden).squeeze(-1)),)
+                return scores
+
+            with self._unembed_as(score_hidden):
+                scores = self._call_model(tokens, segments)
+            dense = [
                 score.new_zeros(tokens.shape).masked_scatter(scored, score) for score in scores
             ]
         else:
-            logits = self._call_model(tokens, attention)[:, :-1]
+            logits = self._call_model(tokens, segments)[:, :-1]
             scores = self._score(logits.flatten(0, 1), targets.flatten(), _identity, entropy)
-            values = [
+            dense = [
                 torch.where(scored, F.pad(score.view_as(targets), (1, 0)), 0.0) for score in scores
             ]
-        return values[0], values[1] if entropy != "off" else None
+        return TokenScores(
+            log_probs=dense[0],
+            entropy=None if entropy == "off" else dense[1],
+            values=dense[-1] if values else None,
+        )
 
     def forward(
         self, tensordict: TensorDictBase, *, logits_only: bool = False, **kwargs
@@ -169,7 +217,7 @@ class TorchtuneActor(LLMWrapperBase):
         """
         if logits_only:
             return self._logits(tensordict)
-        log_probs, _ = self.log_probs(tensordict)
+        log_probs = self.score(tensordict).log_probs
         out = tensordict.copy()
         if not isinstance(out, LazyStackedTensorDict):
             return out.set(self.log_probs_key, log_probs)
@@ -178,7 +226,7 @@ class TorchtuneActor(LLMWrapperBase):
         return out
 
     def _read(self, rows: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Token ids, 0 where there is padding, and attention mask, [N, T]."""
+        """Token ids, 0 where there is padding, and the sequence of each, -1 there, [N, T]."""
         tokens, attention = (
             rows.get(key, None, as_padded_tensor=True, padding_side="left", padding_value=0)
             for key in (self.tokens_key, self.attention_mask_key)
@@ -189,18 +237,36 @@ class TorchtuneActor(LLMWrapperBase):
                 f"got {sorted(map(str, rows.keys(True, True)))}. Write them there, or give "
                 "the actor tokens_key= and attention_mask_key=."
             )
-        attention = attention.bool()
-        return tokens.masked_fill(~attention, 0), attention
+        padding = ~attention.bool()
+        segments = rows.get(self.segment_ids_key, None)
+        if segments is None:
+            segments = torch.zeros_like(tokens)
+        return tokens.masked_fill(padding, 0), segments.masked_fill(padding, -1)
 
-    def _call_model(self, tokens: Tensor, attention: Tensor):
-        """The decoder's output under a causal mask that leaves out padding."""
+    def _check_value_head(self) -> None:
+        if not hasattr(self.model, "value_head"):
+            raise ValueError(
+                "Values were asked of a decoder without a value head: call "
+                "torchrl_llm_async.modules.add_value_head(model) before sharding it."
+            )
+        if not self._projects_inside():
+            raise ValueError(
+                "Values need the decoder's hidden states, which only a torchtune decoder with "
+                "unembed() gives whose output projection is no FSDP unit of its own: leave "
+                "fully_shard(model.output) out."
+            )
+
+    def _call_model(self, tokens: Tensor, segments: Tensor):
+        """The decoder's output; a token attends to those of its sequence up to itself."""
         length = tokens.shape[1]
-        square = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
-        # A padding token attends to itself: a softmax over nothing is NaN.
-        mask = (square.tril() & attention[:, None, :]) | torch.eye(
-            length, dtype=torch.bool, device=tokens.device
-        )
-        positions = (attention.long().cumsum(-1) - 1).clamp_min(0)
+        place = torch.arange(length, device=tokens.device)
+        same = segments[:, :, None] == segments[:, None, :]
+        # Padding is a sequence, too: a softmax over nothing is NaN.
+        mask = same & (place[:, None] >= place)
+        so_far = segments.cummax(-1).values
+        first = so_far > F.pad(so_far, (1, -1), value=-1)
+        count = (segments >= 0).long().cumsum(-1) - 1
+        positions = (count - torch.where(first, count, 0).cummax(-1).values).clamp_min(0)
         output = self.model(tokens, mask=mask, input_pos=positions)
         if not torch.is_grad_enabled():
             # Only a backward pass reshards an FSDP root. Left gathered, the weights of
@@ -255,9 +321,7 @@ class TorchtuneActor(LLMWrapperBase):
         entropy: EntropyMode,
     ) -> tuple[Tensor, ...]:
         logits = project(hidden)
-        # float32 at least: bf16 log-probs are too coarse for importance ratios.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        log_probs = (logits / self.temperature).log_softmax(-1)
+        log_probs = (_at_least_float32(logits) / self.temperature).log_softmax(-1)
         chosen = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         if entropy == "off":
             return (chosen,)
@@ -266,8 +330,8 @@ class TorchtuneActor(LLMWrapperBase):
         return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
     def _logits(self, rows: TensorDictBase) -> TensorDictBase:
-        tokens, attention = self._read(rows)
-        logits = self._call_model(tokens, attention) / self.temperature
+        tokens, segments = self._read(rows)
+        logits = self._call_model(tokens, segments) / self.temperature
         assistant = rows.get(
             self.assistant_mask_key,
             None,
@@ -279,7 +343,7 @@ class TorchtuneActor(LLMWrapperBase):
         # Shifted so that position i predicts token i; the first position predicts nothing.
         out.set("logits", F.pad(logits[:, :-1], (0, 0, 1, 0)))
         out.set(self.tokens_key, tokens)
-        out.set(self.attention_mask_key, attention)
+        out.set(self.attention_mask_key, segments >= 0)
         if assistant is not None:
             out.set(self.assistant_mask_key, assistant.bool())
         return out
@@ -301,3 +365,8 @@ class TorchtuneActor(LLMWrapperBase):
 
 def _identity(logits: Tensor) -> Tensor:
     return logits
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    """bf16 log-probs are too coarse for importance ratios."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

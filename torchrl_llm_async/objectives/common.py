@@ -1,20 +1,54 @@
 """What the losses share: how they read a micro-batch, and what they return.
 
 Owns :class:`AsyncLLMLoss`, the interface between a loss and the loop that trains
-with it, and :class:`LossOutput`. Holds no loss arithmetic (see :mod:`.functional`),
-does no packing, and never talks to another rank.
+with it, :class:`Layout`, which makes padded and packed micro-batches alike, and
+:class:`LossOutput`. Holds no loss arithmetic (see :mod:`.functional`), does no packing,
+and never talks to another rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDictBase
+from tensordict import NestedKey, TensorClass, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives.common import LossModule
+
+from torchrl_llm_async.modules.scores import EntropyMode, TokenScores, score_tokens
+from torchrl_llm_async.objectives import functional
+
+
+class Layout(NamedTuple):
+    """Which tokens of a flattened micro-batch count, and the sequence each is of.
+
+    Attributes:
+        mask (Tensor): (N,) bool, True where the policy sampled the token.
+        segment_ids (Tensor): (N,) int64 in ``[0, num_segments)``.
+        num_segments (int): S, the number of sequences.
+    """
+
+    mask: Tensor
+    segment_ids: Tensor
+    num_segments: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums of ``values`` (N,) over the sampled tokens of each sequence, (S,)."""
+        kept = torch.where(self.mask, values, 0.0)
+        return functional.segment_sum(kept, self.segment_ids, self.num_segments)
+
+    def lengths(self) -> Tensor:
+        """Sampled tokens of each sequence, (S,) int64."""
+        return functional.segment_sum(self.mask.long(), self.segment_ids, self.num_segments)
+
+    def per_segment(self, values: Tensor) -> Tensor:
+        """The one value that all sampled tokens of a sequence share, (S,); 0 without any."""
+        lowest = values.new_zeros(self.num_segments)
+        index = torch.where(self.mask, self.segment_ids, self.num_segments)
+        return torch.cat([lowest, lowest[:1]]).scatter(0, index, values)[:-1]
 
 
 class LossOutput(TensorClass["nocast"]):
@@ -22,8 +56,8 @@ class LossOutput(TensorClass["nocast"]):
 
     A ``loss_*`` entry is a scalar, already divided by the step's normalizer. Every
     other entry is a diagnostic of shape ``(2,)``, a sum and how many values it is over,
-    so that diagnostics add over micro-batches and ranks; their mean is
-    ``entry[0] / entry[1]``. Entries that are switched off are None.
+    so that diagnostics add over micro-batches and ranks, or ``(L, 2)`` for one by lag
+    (:data:`LAG_BUCKETS`). Entries that are switched off are None.
     """
 
     def total(self) -> Tensor:
@@ -33,12 +67,51 @@ class LossOutput(TensorClass["nocast"]):
         )
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """The ``(sum, count)`` entries by name, each of shape ``(2,)``, detached."""
-        return {
-            name: value
-            for name, value in self.items()
-            if not name.startswith("loss_") and value is not None
-        }
+        """The ``(sum, count)`` entries by name, each of shape ``(2,)``, detached.
+
+        One by lag is as many as there are buckets, e.g. ``"ratio_by_lag/3-4"``.
+        """
+        out: dict[str, Tensor] = {}
+        for name, value in self.items():
+            if name.startswith("loss_") or value is None:
+                continue
+            if value.ndim == 1:
+                out[name] = value
+            else:
+                names = (f"{name}/{bucket}" for bucket in LAG_BUCKETS)
+                out |= dict(zip(names, value, strict=True))
+        return out
+
+    @classmethod
+    def figures(cls, totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """What to log of diagnostics summed over a step: their means, if over anything.
+
+        Args:
+            totals: ``(sum, count)`` by name, as :meth:`diagnostics` names them, summed over
+                micro-batches and ranks.
+
+        Returns:
+            dict[str, float]: those whose count is above 0.
+        """
+        return {name: total / count for name, (total, count) in totals.items() if count > 0}
+
+
+LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+_LAST_LAG = (0, 1, 2, 4, 8)
+
+
+def by_lag(values: Tensor, lag: Tensor, mask: Tensor) -> Tensor:
+    """``(sum, count)`` of the values for each of :data:`LAG_BUCKETS`: shape ``(L, 2)``.
+
+    Args:
+        values (Tensor): (N,); detached here.
+        lag (Tensor): (N,) int64, in versions; a negative one is put to 0.
+        mask (Tensor): (N,) bool.
+    """
+    bucket = torch.bucketize(lag, torch.tensor(_LAST_LAG, device=lag.device))
+    kept = torch.where(mask, values.detach().to(torch.float32), 0.0)
+    both = torch.stack([kept, mask.to(torch.float32)], -1)
+    return both.new_zeros(len(LAG_BUCKETS), 2).index_add(0, bucket, both)
 
 
 def sum_and_count(values: Tensor, mask: Tensor) -> Tensor:
@@ -62,9 +135,9 @@ class AsyncLLMLoss(LossModule):
        ranks: multiply by their number before ``backward``.
 
     Args:
-        actor_network (TensorDictModuleBase): the policy being trained. It offers
-            ``log_probs(micro, *, mask, entropy) -> (log_probs, entropy or None)``, as
-            :class:`~torchrl_llm_async.modules.TorchtuneActor` does.
+        actor_network (TensorDictModuleBase): the policy being trained, a
+            :class:`~torchrl_llm_async.modules.TorchtuneActor` or whatever else
+            :func:`~torchrl_llm_async.modules.score_tokens` can ask.
         reference_network (TensorDictModuleBase, optional): a frozen policy of the same
             interface. Its log-probs are computed, without gradient, where the
             micro-batch does not bring them.
@@ -86,11 +159,15 @@ class AsyncLLMLoss(LossModule):
         Attributes:
             assistant_mask (NestedKey): True where the policy sampled the token.
                 Defaults to ``("masks", "all_assistant_mask")``.
+            segment_ids (NestedKey): the sequence of each token where rows are packed
+                (:func:`~torchrl_llm_async.packing.pack_rows`); need not be there.
+                Defaults to ``("packing", "segment_ids")``.
             ref_log_prob (NestedKey): log-probs of the reference.
                 Defaults to ``("log_probs", "ref")``.
         """
 
         assistant_mask: NestedKey = ("masks", "all_assistant_mask")
+        segment_ids: NestedKey = ("packing", "segment_ids")
         ref_log_prob: NestedKey = ("log_probs", "ref")
 
     default_keys = _AcceptedKeys
@@ -145,7 +222,8 @@ class AsyncLLMLoss(LossModule):
         """The loss of one micro-batch.
 
         Args:
-            micro (TensorDictBase): ``(N,)`` rows, dense and padded on the left, or ragged.
+            micro (TensorDictBase): ``(N,)`` rows: dense and padded on the left,
+                packed, or ragged.
             normalizer (Tensor or float): :meth:`denominator` of everything the current
                 optimizer update sees, summed over micro-batches and ranks.
 
@@ -154,46 +232,83 @@ class AsyncLLMLoss(LossModule):
         """
         raise NotImplementedError
 
-    def _find(
-        self, rows: TensorDictBase, name: str, fill: float | int | bool | None = None
-    ) -> Tensor | None:
-        """The entry at the accepted key ``name``, None if there is none.
-
-        With ``fill`` it has one value per token and is padded on the left with that.
-        """
-        key = getattr(self.tensor_keys, name)
-        if fill is None:
-            return rows.get(key, None)
-        return rows.get(key, None, as_padded_tensor=True, padding_side="left", padding_value=fill)
+    def _has(self, rows: TensorDictBase, name: str) -> bool:
+        """Whether there is an entry at the accepted key ``name``."""
+        return unravel_key(getattr(self.tensor_keys, name)) in rows.keys(include_nested=True)
 
     def _read(
         self, rows: TensorDictBase, name: str, fill: float | int | bool | None = None
     ) -> Tensor:
-        """Like :meth:`_find`, for an entry that must be there."""
-        value = self._find(rows, name, fill)
-        if value is None:
+        """The entry at the accepted key ``name``; with ``fill``, ragged rows are padded."""
+        if not self._has(rows, name):
             raise KeyError(
                 f"{type(self).__name__} found no {name} at {getattr(self.tensor_keys, name)!r} "
                 f"among {sorted(map(str, rows.keys(True, True)))}. Write it there, or point the "
                 f"loss to it with set_keys({name}=...)."
             )
-        return value
+        key = getattr(self.tensor_keys, name)
+        if fill is None or rows[0].get(key).ndim == 0:
+            return rows.get(key)
+        return rows.get(key, as_padded_tensor=True, padding_side="left", padding_value=fill)
 
-    def _reference_log_prob(self, micro: TensorDictBase, mask: Tensor) -> Tensor:
-        """[N, T], read from the micro-batch or computed by the reference network."""
-        if self.reference_network is None:
-            return self._read(micro, "ref_log_prob", 0.0)
-        recorded = self._find(micro, "ref_log_prob", 0.0)
-        if recorded is not None:
-            return recorded
+    def _layout(self, rows: TensorDictBase) -> Layout:
+        """Sampled tokens and sequences of padded, packed or ragged rows."""
+        mask = self._read(rows, "assistant_mask", False)
+        if not self._has(rows, "segment_ids"):
+            number, length = mask.shape
+            ids = torch.arange(number, device=mask.device).repeat_interleave(length)
+            return Layout(mask.flatten(), ids, number)
+        segment_ids = self._read(rows, "segment_ids")
+        number = int(segment_ids.max()) + 1
+        # Padding is not sampled; whichever sequence it is counted with.
+        return Layout(mask.flatten(), segment_ids.flatten().clamp_min(0), number)
+
+    def _tokens(self, rows: TensorDictBase, name: str, fill: float | int = 0.0) -> Tensor:
+        """(N,) the entry at the accepted key ``name``, one per token or one per row.
+
+        Raises:
+            KeyError: there is none.
+            ValueError: it is not finite at a sampled token.
+        """
+        mask = self._read(rows, "assistant_mask", False)
+        value = self._read(rows, name, fill)
+        value = value.reshape(len(mask), -1).expand_as(mask)
+        self._check_finite(value, mask, f"{name} at {getattr(self.tensor_keys, name)!r}")
+        return value.flatten()
+
+    def _policy(
+        self, rows: TensorDictBase, entropy: EntropyMode = "off", *, values: bool = False
+    ) -> TokenScores:
+        """Scores (N,) of the sampled tokens by the policy.
+
+        Raises:
+            ValueError: a log-prob is not finite at a sampled token.
+        """
+        mask = self._read(rows, "assistant_mask", False)
+        scores = score_tokens(self.actor_network, rows, mask=mask, entropy=entropy, values=values)
+        self._check_finite(scores.log_probs, mask, "log-probs of the policy")
+        return TokenScores(*(None if score is None else score.flatten() for score in scores))
+
+    def _reference(self, rows: TensorDictBase) -> Tensor:
+        """Log-probs (N,) of the reference, from the rows or else by the reference network."""
+        if self._has(rows, "ref_log_prob") or self.reference_network is None:
+            return self._tokens(rows, "ref_log_prob")
+        mask = self._read(rows, "assistant_mask", False)
         with torch.no_grad():
-            return self.reference_network.log_probs(micro, mask=mask)[0]
+            scores = score_tokens(self.reference_network, rows, mask=mask)
+        return scores.log_probs.flatten()
 
-
-def row_ids(mask: Tensor) -> Tensor:
-    """Segment ids of a padded micro-batch: the row of each token of ``mask`` [N, T], flat."""
-    rows, length = mask.shape
-    return torch.arange(rows, device=mask.device).repeat_interleave(length)
+    @staticmethod
+    def _check_finite(values: Tensor, mask: Tensor, what: str) -> None:
+        """One NaN in a loss is NaN in every weight: better no step at all."""
+        wrong = mask & ~values.isfinite()
+        if wrong.any():
+            row, token = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"The {what} are not finite for {int(wrong.sum())} sampled tokens, e.g. "
+                f"{values[row, token].item()} in row {row}, token {token}. Leave such rows out "
+                "of the buffer; if they come of the weights, those are broken already."
+            )
 
 
 def require(condition: bool, message: str) -> None:

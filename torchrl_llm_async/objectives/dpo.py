@@ -1,7 +1,7 @@
 """Online DPO: preference pairs out of a group's rewards, and their loss.
 
 Owns the pairing of trajectories; the arithmetic of a pair is in :mod:`.functional`.
-Needs neither advantages nor behaviour log-probs.
+Needs no advantages, and behaviour log-probs only to weigh stale pairs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from torchrl_llm_async.objectives import functional
 from torchrl_llm_async.objectives.common import (
     AsyncLLMLoss,
+    Layout,
     LossOutput,
     require,
-    row_ids,
     sum_and_count,
 )
 
@@ -85,6 +85,7 @@ class OnlineDPOLossOutput(LossOutput):
         preference_accuracy: pairs whose chosen trajectory has the larger implicit reward.
         chosen_reward, rejected_reward: beta (log pi - log pi_ref) of either trajectory.
         chosen_log_prob, rejected_log_prob: log pi of either trajectory.
+        importance_weight: of the pair; None without ``importance_cap``.
     """
 
     loss_preference: Tensor
@@ -94,6 +95,7 @@ class OnlineDPOLossOutput(LossOutput):
     rejected_reward: Tensor
     chosen_log_prob: Tensor
     rejected_log_prob: Tensor
+    importance_weight: Tensor | None = None
 
 
 class OnlineDPOLoss(AsyncLLMLoss):
@@ -117,6 +119,11 @@ class OnlineDPOLoss(AsyncLLMLoss):
             [0, 0.5).
         pairing: ``"best_worst"`` or ``"all"``; see :func:`preference_pairs`.
         max_pairs_per_group (int, optional): for ``pairing="all"``.
+        importance_cap (float, optional): weigh each pair by
+            :math:`\min(c, \rho)`, without gradient, with :math:`\rho` the geometric mean of
+            :math:`\pi_\theta / \mu` over the sampled tokens of both trajectories: pairs that
+            the policy would hardly sample any more count for less. None, the default, weighs
+            all alike.
         reference_network (TensorDictModuleBase, optional): the frozen policy, where the
             batch does not bring ``("log_probs", "ref")``.
 
@@ -162,10 +169,13 @@ class OnlineDPOLoss(AsyncLLMLoss):
         Attributes:
             reward (NestedKey): [N, 1], read by ``select``. ``("next", "reward")``.
             group_id (NestedKey): [N], read by ``select``. ``("group", "id")``.
+            sample_log_prob (NestedKey): log mu, read with ``importance_cap``.
+                ``("log_probs", "full")``.
         """
 
         reward: NestedKey = ("next", "reward")
         group_id: NestedKey = ("group", "id")
+        sample_log_prob: NestedKey = ("log_probs", "full")
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -180,6 +190,7 @@ class OnlineDPOLoss(AsyncLLMLoss):
         label_smoothing: float = 0.0,
         pairing: Pairing = "best_worst",
         max_pairs_per_group: int | None = None,
+        importance_cap: float | None = None,
         reference_network: TensorDictModuleBase | None = None,
     ) -> None:
         for name, value, accepted in (
@@ -200,12 +211,17 @@ class OnlineDPOLoss(AsyncLLMLoss):
             f"max_pairs_per_group={max_pairs_per_group} with pairing={pairing!r}: it must be "
             "at least 1, and limits pairing='all' only.",
         )
+        require(
+            importance_cap is None or importance_cap > 0,
+            f"importance_cap={importance_cap} must be above 0, e.g. 2.0, or null.",
+        )
         super().__init__(actor_network, reference_network=reference_network)
         self.beta = beta
         self.loss_type = loss_type
         self.label_smoothing = label_smoothing
         self.pairing = pairing
         self.max_pairs_per_group = max_pairs_per_group
+        self.importance_cap = importance_cap
         self.groups_selected = 0
         self.groups_tied = 0
 
@@ -258,31 +274,31 @@ class OnlineDPOLoss(AsyncLLMLoss):
         """Number of pairs."""
         if len(rows) == 0:
             return torch.zeros((), dtype=torch.int64)
-        mask = self._read(rows, "assistant_mask", False)
-        return self._valid_pairs(mask).sum()
+        return self._valid_pairs(self._layout(rows)).sum()
 
     def forward(self, micro: TensorDictBase, *, normalizer: Tensor | float) -> OnlineDPOLossOutput:
-        """See :meth:`~.common.AsyncLLMLoss.forward`; rows 2 i and 2 i + 1 are a pair."""
-        mask = self._read(micro, "assistant_mask", False)
+        """See :meth:`~.common.AsyncLLMLoss.forward`; sequences 2 i and 2 i + 1 are a pair."""
+        layout = self._layout(micro)
         require(
-            len(mask) % 2 == 0,
-            f"{len(mask)} rows are no whole pairs: pack with unit=2, so that none is split.",
+            layout.num_segments % 2 == 0,
+            f"{layout.num_segments} sequences are no whole pairs: pack with unit=2, so that none "
+            "is split.",
         )
-        log_prob, _ = self.actor_network.log_probs(micro, mask=mask)
-        reference = self._reference_log_prob(micro, mask)
-
-        def per_sequence(values: Tensor) -> Tensor:
-            kept = torch.where(mask, values, 0.0).flatten()
-            return functional.segment_sum(kept, row_ids(mask), len(mask))
-
-        policy = per_sequence(log_prob)
-        implicit_reward = policy - per_sequence(reference)
+        log_prob = self._policy(micro).log_probs
+        policy = layout.sum(log_prob)
+        implicit_reward = policy - layout.sum(self._reference(micro))
         chosen, rejected = implicit_reward[0::2], implicit_reward[1::2]
         margin = chosen - rejected
-        valid = self._valid_pairs(mask)
+        valid = self._valid_pairs(layout)
         loss = functional.preference_loss(
             margin, self.loss_type, beta=self.beta, label_smoothing=self.label_smoothing
         )
+        weight = None
+        if self.importance_cap is not None:
+            weight = self._importance_weight(
+                layout, log_prob, self._tokens(micro, "sample_log_prob")
+            )
+            loss = weight * loss
         return OnlineDPOLossOutput(
             loss_preference=torch.where(valid, loss, 0.0).sum() / normalizer,
             reward_margin=sum_and_count(self.beta * margin, valid),
@@ -291,10 +307,19 @@ class OnlineDPOLoss(AsyncLLMLoss):
             rejected_reward=sum_and_count(self.beta * rejected, valid),
             chosen_log_prob=sum_and_count(policy[0::2], valid),
             rejected_log_prob=sum_and_count(policy[1::2], valid),
+            importance_weight=None if weight is None else sum_and_count(weight, valid),
             batch_size=(),
         )
 
+    def _importance_weight(self, layout: Layout, log_prob: Tensor, behavior: Tensor) -> Tensor:
+        """(P,) of each pair, without gradient."""
+        pairs = layout._replace(
+            segment_ids=layout.segment_ids // 2, num_segments=layout.num_segments // 2
+        )
+        log_weight = functional.segment_mean(log_prob.detach() - behavior, *pairs)
+        return functional.bounded_exp(log_weight).clamp_max(self.importance_cap)
+
     @staticmethod
-    def _valid_pairs(mask: Tensor) -> Tensor:
+    def _valid_pairs(layout: Layout) -> Tensor:
         """(P,) bool: pairs with sampled tokens, as opposed to padding rows."""
-        return mask.any(-1).reshape(-1, 2).any(-1)
+        return (layout.lengths() > 0).view(-1, 2).any(-1)

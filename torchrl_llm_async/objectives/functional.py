@@ -26,6 +26,7 @@ Correction = Literal["truncate", "mask", "both", "off"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 KLEstimator = Literal["k2", "k3"]
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
+RatioLevel = Literal["token", "sequence"]
 
 
 def bounded_exp(value: Tensor) -> Tensor:
@@ -53,6 +54,21 @@ def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tenso
         tensor([3., 4., 0.])
     """
     return values.new_zeros(num_segments).index_add(0, segment_ids, values)
+
+
+def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
+    """Means of ``values`` (N,) per segment where ``mask`` holds, (num_segments,); 0 of nothing.
+
+    Examples:
+        >>> segment_mean(
+        ...     torch.tensor([1.0, 2.0, 4.0]), torch.tensor([True, True, False]),
+        ...     torch.tensor([0, 0, 1]), 2,
+        ... )
+        tensor([1.5000, 0.0000])
+    """
+    total = segment_sum(torch.where(mask, values, 0.0), segment_ids, num_segments)
+    length = segment_sum(mask.to(values.dtype), segment_ids, num_segments)
+    return total / length.clamp_min(1)
 
 
 def group_advantage(
@@ -190,12 +206,10 @@ def correction_weight(
     log_weight = torch.where(mask, log_weight, 0.0).detach()
     if correction == "off":
         return torch.ones_like(log_weight), torch.zeros_like(mask)
-    if level != "token":
-        total = segment_sum(log_weight, segment_ids, num_segments)
-        if level == "geometric":
-            length = segment_sum(mask.to(log_weight.dtype), segment_ids, num_segments)
-            total = total / length.clamp_min(1)
-        log_weight = total[segment_ids]
+    if level == "sequence":
+        log_weight = segment_sum(log_weight, segment_ids, num_segments)[segment_ids]
+    elif level == "geometric":
+        log_weight = segment_mean(log_weight, mask, segment_ids, num_segments)[segment_ids]
     weight = bounded_exp(log_weight)
     outside = weight > cap
     if correction == "truncate":
@@ -219,7 +233,10 @@ def clipped_surrogate(
     prox_log_prob: Tensor,
     advantage: Tensor,
     mask: Tensor,
+    segment_ids: Tensor,
+    num_segments: int,
     *,
+    level: RatioLevel = "token",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
@@ -229,14 +246,19 @@ def clipped_surrogate(
     .. math:: \max(-A r,\; -A\,\mathrm{clip}(r, 1-\epsilon_l, 1+\epsilon_h)),
         \qquad r = \pi_\theta / \pi_\text{prox}
 
-    (arXiv 1707.06347). With ``dual_clip`` c > 1 the loss of a token with A < 0 is at
-    most -c A (arXiv 1912.09729).
+    (arXiv 1707.06347). With ``level="sequence"`` r is one ratio per sequence, the geometric
+    mean of its tokens' (GSPO, arXiv 2507.18071); each token has the loss of its sequence.
+    With ``dual_clip`` c > 1 the loss of a token with A < 0 is at most -c A
+    (arXiv 1912.09729).
 
     Args:
         log_prob (Tensor): (N,) of the current policy, with gradient.
         prox_log_prob (Tensor): (N,) of the trust region's anchor; detached here.
         advantage (Tensor): (N,).
-        mask (Tensor): (N,) bool; the loss is 0 and r is 1 elsewhere.
+        mask (Tensor): (N,) bool; the loss is 0 elsewhere.
+        segment_ids (Tensor): (N,) int64 in ``[0, num_segments)``.
+        num_segments (int): number of sequences.
+        level: see above.
         clip_low (float): epsilon_l.
         clip_high (float): epsilon_h.
         dual_clip (float, optional): c.
@@ -248,11 +270,15 @@ def clipped_surrogate(
     Examples:
         >>> one = torch.ones(1, dtype=torch.bool)
         >>> clipped_surrogate(
-        ...     torch.tensor([0.5]), torch.tensor([0.0]), torch.tensor([1.0]), one
+        ...     torch.tensor([0.5]), torch.tensor([0.0]), torch.tensor([1.0]), one,
+        ...     torch.tensor([0]), 1,
         ... ).loss
         tensor([-1.2000])
     """
-    ratio = bounded_exp(torch.where(mask, log_prob - prox_log_prob.detach(), 0.0))
+    log_ratio = torch.where(mask, log_prob - prox_log_prob.detach(), 0.0)
+    if level == "sequence":
+        log_ratio = segment_mean(log_ratio, mask, segment_ids, num_segments)[segment_ids]
+    ratio = bounded_exp(log_ratio)
     advantage = torch.where(mask, advantage, 0.0)
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -327,8 +353,7 @@ def aggregate(
     """
     values = torch.where(mask, values, 0.0)
     if aggregation == "sequence":
-        length = segment_sum(mask.to(values.dtype), segment_ids, num_segments)
-        values = values / length.clamp_min(1)[segment_ids]
+        return segment_mean(values, mask, segment_ids, num_segments).sum()
     return values.sum()
 
 

@@ -6,7 +6,7 @@ Owns the options of the loss and the reading of its micro-batches; the arithmeti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from torchrl_llm_async.objectives import functional
 from torchrl_llm_async.objectives.common import (
     AsyncLLMLoss,
+    Layout,
     LossOutput,
+    by_lag,
     require,
-    row_ids,
     sum_and_count,
 )
 
@@ -28,32 +29,60 @@ ProximalPolicy = Literal["recompute", "loglinear", "behavior"]
 
 
 class DecoupledPPOLossOutput(LossOutput):
-    """What :class:`DecoupledPPOLoss` returns; diagnostics are means over sampled tokens.
+    r"""What :class:`DecoupledPPOLoss` returns; diagnostics are means over sampled tokens.
+
+    Estimates of KL divergences are those of :func:`~.functional.kl_estimate`, k3, weighted
+    by the importance ratio of the policy they are an expectation under.
 
     Attributes:
         loss_objective (Tensor): the clipped, corrected policy objective.
         loss_entropy (Tensor): minus the entropy bonus; None without ``entropy_coeff``.
         loss_kl_to_ref (Tensor): the KL penalty; None without ``kl_to_ref_coeff``.
+        ratio: r, the policy over the proximal one.
         clip_fraction_low, clip_fraction_high: tokens whose gradient clipping removed.
         correction_fraction: tokens whose behaviour weight was truncated or rejected.
-        behavior_weight, behavior_weight_squared: w' and its square; the effective sample
-            size is the squared mean of the first over the mean of the second.
+        behavior_weight, behavior_weight_squared: w' and its square.
         kl_to_behavior: log mu - log theta, an unbiased estimate of KL(mu || theta).
+        kl_to_prox: of KL(theta || prox).
+        kl_prox_to_behavior: of KL(prox || mu).
         entropy: of the policy at the sampled positions, in nats.
         kl_to_ref: the penalty's per-token estimate; None without ``kl_to_ref_coeff``.
+        ratio_by_lag: theta / mu by the token's lag, 1 in expectation; None where the rows
+            bring no versions.
+        log_ratio_by_lag: \|log theta - log mu\| by the token's lag; None like the former.
+        mismatch_lag_0: \|log prox - log mu\| of tokens sampled by the weights the step
+            starts from, where engine and trainer should agree; None like the former.
     """
 
     loss_objective: Tensor
+    ratio: Tensor
     clip_fraction_low: Tensor
     clip_fraction_high: Tensor
     correction_fraction: Tensor
     behavior_weight: Tensor
     behavior_weight_squared: Tensor
     kl_to_behavior: Tensor
+    kl_to_prox: Tensor
+    kl_prox_to_behavior: Tensor
     entropy: Tensor
     loss_entropy: Tensor | None = None
     loss_kl_to_ref: Tensor | None = None
     kl_to_ref: Tensor | None = None
+    ratio_by_lag: Tensor | None = None
+    log_ratio_by_lag: Tensor | None = None
+    mismatch_lag_0: Tensor | None = None
+
+    @classmethod
+    def figures(cls, totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        r"""The means, and ``effective_sample_size``, of all tokens the share that counts.
+
+        It is :math:`(\sum w')^2 / (N \sum w'^2)`: 1 if all weigh alike.
+        """
+        out = super().figures(totals)
+        squared = out.pop("behavior_weight_squared", 0.0)
+        if squared > 0:
+            out["effective_sample_size"] = out["behavior_weight"] ** 2 / squared
+        return out
 
 
 class DecoupledPPOLoss(AsyncLLMLoss):
@@ -91,6 +120,9 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         correction_cap (float): largest weight.
         correction_floor (float, optional): smallest weight that ``"both"`` keeps; the
             reciprocal of the cap by default.
+        ratio_level: whether a ``"token"`` or a ``"sequence"`` has a ratio r of its own and is
+            clipped by it. The latter, with ``aggregation="sequence"``, an epsilon of some
+            1e-4 and ``prox="behavior"``, is GSPO (arXiv 2507.18071).
         aggregation: ``"token"`` (mean over all tokens of the step), ``"sequence"`` (mean
             over sequences of their mean) or ``"fixed"`` (sum over tokens, divided by
             sequences times ``fixed_length``).
@@ -141,10 +173,10 @@ class DecoupledPPOLoss(AsyncLLMLoss):
             advantage (NestedKey): [N, 1], or [N, T] for one per token. ``"advantage"``.
             sample_log_prob (NestedKey): log mu. ``("log_probs", "full")``.
             prox_log_prob (NestedKey): written by ``anchor``. ``("log_probs", "prox")``.
-            token_version (NestedKey): read for ``prox="loglinear"``.
-                ``("policy_version", "full")``.
+            token_version (NestedKey): read for ``prox="loglinear"``, and for diagnostics
+                by lag if it is there. ``("policy_version", "full")``.
             target_version (NestedKey): the version trained towards, one number per row;
-                written by ``select``, read for ``prox="loglinear"``.
+                written by ``select``, read like ``token_version``.
                 ``("policy_version", "target")``.
         """
 
@@ -169,6 +201,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         correction_level: functional.CorrectionLevel = "token",
         correction_cap: float = 5.0,
         correction_floor: float | None = None,
+        ratio_level: functional.RatioLevel = "token",
         aggregation: functional.Aggregation = "token",
         fixed_length: int | None = None,
         entropy_coeff: float = 0.0,
@@ -180,6 +213,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
             ("prox", prox, ProximalPolicy),
             ("correction", correction, functional.Correction),
             ("correction_level", correction_level, functional.CorrectionLevel),
+            ("ratio_level", ratio_level, functional.RatioLevel),
             ("aggregation", aggregation, functional.Aggregation),
             ("kl_estimator", kl_estimator, functional.KLEstimator),
         ):
@@ -220,6 +254,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         self.correction_level = correction_level
         self.correction_cap = correction_cap
         self.correction_floor = correction_floor
+        self.ratio_level = ratio_level
         self.aggregation = aggregation
         self.fixed_length = fixed_length
         self.entropy_coeff = entropy_coeff
@@ -232,21 +267,20 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         return bool(self.kl_to_ref_coeff)
 
     def select(self, batch: TensorDictBase, *, target_version: int | None = None) -> TensorDictBase:
-        """All rows; with ``prox="loglinear"`` each also gets the version trained towards.
+        """All rows, each with the version trained towards, if that is given.
 
         Raises:
             ValueError: no ``target_version`` where ``prox="loglinear"`` needs it.
         """
-        if self.prox != "loglinear":
+        if target_version is None:
+            require(
+                self.prox != "loglinear",
+                "prox='loglinear' needs select(batch, target_version=version + 1), version being "
+                "that of the weights the step starts from.",
+            )
             return batch
-        require(
-            target_version is not None,
-            "prox='loglinear' needs select(batch, target_version=version + 1), version being "
-            "that of the weights the step starts from.",
-        )
-        rows = batch.copy()
-        versions = torch.full(rows.batch_size, target_version, device=rows.device)
-        return rows.set(self.tensor_keys.target_version, versions)
+        versions = torch.full(batch.batch_size, target_version, device=batch.device)
+        return batch.copy().set(self.tensor_keys.target_version, versions)
 
     def anchor(self, micro: TensorDictBase) -> TensorDictBase:
         """With ``prox="recompute"``, adds the current log-probs [N, T], without gradient."""
@@ -254,40 +288,26 @@ class DecoupledPPOLoss(AsyncLLMLoss):
             return micro
         mask = self._read(micro, "assistant_mask", False)
         with torch.no_grad():
-            log_prob, _ = self.actor_network.log_probs(micro, mask=mask)
+            log_prob = self._policy(micro).log_probs.view_as(mask)
         return micro.copy().set(self.tensor_keys.prox_log_prob, log_prob)
 
     def denominator(self, rows: TensorDictBase) -> Tensor:
         """Tokens, sequences, or sequences times ``fixed_length``, as ``aggregation`` says."""
-        mask = self._read(rows, "assistant_mask", False)
-        return functional.denominator(
-            mask.flatten(), row_ids(mask), len(mask), self.aggregation, self.fixed_length
-        )
+        return functional.denominator(*self._layout(rows), self.aggregation, self.fixed_length)
 
     def forward(
         self, micro: TensorDictBase, *, normalizer: Tensor | float
     ) -> DecoupledPPOLossOutput:
         """See :meth:`~.common.AsyncLLMLoss.forward`."""
-        padded_mask = self._read(micro, "assistant_mask", False)
-        segment_ids, rows = row_ids(padded_mask), len(padded_mask)
-        log_prob, entropy = (
-            value.flatten()
-            for value in self.actor_network.log_probs(
-                micro,
-                mask=padded_mask,
-                entropy="differentiable" if self.entropy_coeff else "detached",
-            )
-        )
-        mask = padded_mask.flatten()
-        behavior = self._read(micro, "sample_log_prob", 0.0).flatten()
-        advantage = self._read(micro, "advantage", 0.0).expand_as(padded_mask).flatten()
+        layout = self._layout(micro)
+        mask = layout.mask
+        scores = self._policy(micro, "differentiable" if self.entropy_coeff else "detached")
+        log_prob, entropy = scores.log_probs, scores.entropy
+        behavior = self._tokens(micro, "sample_log_prob")
         prox = self._prox_log_prob(micro, log_prob, behavior)
-
         weight, corrected = functional.correction_weight(
             prox - behavior,
-            mask,
-            segment_ids,
-            rows,
+            *layout,
             correction=self.correction,
             level=self.correction_level,
             cap=self.correction_cap,
@@ -296,54 +316,78 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         surrogate = functional.clipped_surrogate(
             log_prob,
             prox,
-            advantage,
-            mask,
+            self._tokens(micro, "advantage"),
+            *layout,
+            level=self.ratio_level,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
         )
 
         def reduce(values: Tensor) -> Tensor:
-            total = functional.aggregate(values, mask, segment_ids, rows, self.aggregation)
-            return total / normalizer
+            return functional.aggregate(values, *layout, self.aggregation) / normalizer
 
+        # w' r: what an expectation under the current policy weighs mu's tokens with.
+        importance = weight * surrogate.ratio
+        current = log_prob.detach()
         output = DecoupledPPOLossOutput(
             loss_objective=reduce(weight * surrogate.loss),
+            ratio=sum_and_count(surrogate.ratio, mask),
             clip_fraction_low=sum_and_count(surrogate.clipped_low, mask),
             clip_fraction_high=sum_and_count(surrogate.clipped_high, mask),
             correction_fraction=sum_and_count(corrected, mask),
             behavior_weight=sum_and_count(weight, mask),
             behavior_weight_squared=sum_and_count(weight.square(), mask),
-            kl_to_behavior=sum_and_count(behavior - log_prob, mask),
+            kl_to_behavior=sum_and_count(behavior - current, mask),
+            kl_to_prox=sum_and_count(
+                importance * functional.kl_estimate(current, prox, mask, "k3"), mask
+            ),
+            kl_prox_to_behavior=sum_and_count(
+                weight * functional.kl_estimate(prox, behavior, mask, "k3"), mask
+            ),
             entropy=sum_and_count(entropy, mask),
             batch_size=(),
         )
         if self.entropy_coeff:
             output.loss_entropy = -self.entropy_coeff * reduce(entropy)
         if self.kl_to_ref_coeff:
-            kl = functional.kl_estimate(
-                log_prob,
-                self._reference_log_prob(micro, padded_mask).flatten(),
-                mask,
-                self.kl_estimator,
-            )
-            importance = weight * surrogate.ratio
+            kl = functional.kl_estimate(log_prob, self._reference(micro), mask, self.kl_estimator)
             output.loss_kl_to_ref = self.kl_to_ref_coeff * reduce(importance * kl)
             output.kl_to_ref = sum_and_count(kl, mask)
+        self._add_lags(output, micro, layout, current, prox, behavior)
         return output
 
     def _prox_log_prob(self, micro: TensorDictBase, log_prob: Tensor, behavior: Tensor) -> Tensor:
-        """(N * T,) log-probs of the proximal policy, without gradient."""
+        """(N,) log-probs of the proximal policy, without gradient."""
         if self.prox == "behavior":
             return behavior
         if self.prox == "loglinear":
-            token_version = self._read(micro, "token_version", -1)
-            target_version = self._read(micro, "target_version").unsqueeze(-1)
             return functional.loglinear_log_prob(
                 log_prob,
                 behavior,
-                token_version.flatten(),
-                target_version.expand_as(token_version).flatten(),
+                self._tokens(micro, "token_version", -1),
+                self._tokens(micro, "target_version", -1),
             )
-        recomputed = self._find(micro, "prox_log_prob", 0.0)
-        return log_prob.detach() if recomputed is None else recomputed.flatten()
+        if self._has(micro, "prox_log_prob"):
+            return self._tokens(micro, "prox_log_prob")
+        return log_prob.detach()
+
+    def _add_lags(
+        self,
+        output: DecoupledPPOLossOutput,
+        micro: TensorDictBase,
+        layout: Layout,
+        current: Tensor,
+        prox: Tensor,
+        behavior: Tensor,
+    ) -> None:
+        """Adds the diagnostics by lag, if the rows say which version sampled which token."""
+        if not (self._has(micro, "token_version") and self._has(micro, "target_version")):
+            return
+        version = self._tokens(micro, "token_version", -1)
+        lag = (self._tokens(micro, "target_version", -1) - 1 - version).clamp_min(0)
+        known = layout.mask & (version >= 0)
+        difference = current - behavior
+        output.ratio_by_lag = by_lag(functional.bounded_exp(difference), lag, known)
+        output.log_ratio_by_lag = by_lag(difference.abs(), lag, known)
+        output.mismatch_lag_0 = sum_and_count((prox - behavior).abs(), known & (lag == 0))
