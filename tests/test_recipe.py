@@ -42,6 +42,7 @@ def test_tune_run_from_the_root(ppo_run):
         assert steps[step]["groups_consumed"] == 8 * step
     # The first minibatch of a run is on-policy: trainer and engine agree on log-probabilities.
     assert steps[1]["behavior_weight"] == pytest.approx(1, abs=1e-4)
+    assert 0 < steps[1]["mismatch_lag_0"] < 1e-4
     accuracy = re.findall(r"held-out accuracy: (\d\.\d\d) -> (\d\.\d\d)", output)
     assert [float(value) for value in accuracy[0]] == pytest.approx(
         [steps[0]["held_out_accuracy"], steps[3]["held_out_accuracy"]], abs=0.005

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from torchrl_llm_async.collectors import Evaluation
-from torchrl_llm_async.recipes.report import CheckpointKeeper, PairedGain
+from torchrl_llm_async.recipes.report import CheckpointKeeper, PairedGain, Report
 
 
 def evaluation(version: int, right: int, of: int = 10) -> Evaluation:
@@ -48,3 +48,15 @@ def test_a_better_checkpoint_replaces_the_former_best(tmp_path):
         keeper.path(version).mkdir()
         keeper.judge(evaluation(version, version // 5), last_version=20)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00020"]
+
+
+def test_a_mismatch_of_engine_and_trainer_is_told_once_until_it_doubles(caplog):
+    names = "reward accuracy lag_sample_mean lag_sample_max generation_tokens_per_s"
+    names += " training_tokens_per_s trainer_waited_s generation_waited_s"
+    metrics = dict.fromkeys(names.split(), 1.0)
+    report = Report(total_steps=6)
+    for mismatch, told in ((0.01, 0), (0.06, 1), (0.11, 1), (0.13, 2), (0.2, 2), (0.3, 3)):
+        report.step(metrics | {"mismatch_lag_0": mismatch})
+        assert len(caplog.records) == told
+    report.close()
+    assert "differ by 0.060 on average" in caplog.text

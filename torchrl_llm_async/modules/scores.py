@@ -124,8 +124,8 @@ def read_sequences(
     if tokens is None or attention is None:
         raise KeyError(
             f"The actor needs {tokens_key!r} and {attention_mask_key!r}, got "
-            f"{sorted(map(str, micro.keys(True, True)))}. Write them there, or tell the actor "
-            "where they are."
+            f"{sorted(map(str, micro.keys(True, True)))}. Write them there, or give TorchtuneActor "
+            "tokens_key= and attention_mask_key=."
         )
     padding = ~attention.bool()
     segments = micro.get(segment_ids_key, None)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 from torchrl.modules.llm import LLMWrapperBase
 
-from torchrl_llm_async.modules.scores import EntropyMode, TokenScores
+from torchrl_llm_async.modules.scores import EntropyMode, TokenScores, read_sequences
 
 
 def add_value_head(model: nn.Module) -> nn.Module:
@@ -226,22 +226,13 @@ class TorchtuneActor(LLMWrapperBase):
         return out
 
     def _read(self, rows: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Token ids, 0 where there is padding, and the sequence of each, -1 there, [N, T]."""
-        tokens, attention = (
-            rows.get(key, None, as_padded_tensor=True, padding_side="left", padding_value=0)
-            for key in (self.tokens_key, self.attention_mask_key)
+        """Token ids and the sequence of each, -1 for padding, [N, T]."""
+        return read_sequences(
+            rows,
+            tokens_key=self.tokens_key,
+            attention_mask_key=self.attention_mask_key,
+            segment_ids_key=self.segment_ids_key,
         )
-        if tokens is None or attention is None:
-            raise KeyError(
-                f"TorchtuneActor needs {self.tokens_key!r} and {self.attention_mask_key!r}, "
-                f"got {sorted(map(str, rows.keys(True, True)))}. Write them there, or give "
-                "the actor tokens_key= and attention_mask_key=."
-            )
-        padding = ~attention.bool()
-        segments = rows.get(self.segment_ids_key, None)
-        if segments is None:
-            segments = torch.zeros_like(tokens)
-        return tokens.masked_fill(padding, 0), segments.masked_fill(padding, -1)
 
     def _check_value_head(self) -> None:
         if not hasattr(self.model, "value_head"):

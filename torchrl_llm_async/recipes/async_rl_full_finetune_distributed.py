@@ -277,11 +277,11 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
                 sums[name] = sums.get(name, 0) + value.double()
         stacked = torch.stack(list(sums.values()))
         dist.all_reduce(stacked)
-        metrics = {"gradient_norm": sum(norms) / len(norms)}
-        for name, (total, count) in zip(sums, stacked.tolist(), strict=True):
-            divisor = len(norms) * self.world_size if name.startswith("loss_") else count
-            metrics[name] = total / divisor if divisor else 0.0
-        return metrics
+        totals = dict(zip(sums, stacked.tolist(), strict=True))
+        updates = len(norms) * self.world_size
+        metrics = {name: totals.pop(name)[0] / updates for name in losses}
+        metrics |= type(outputs[0]).figures(totals)
+        return metrics | {"gradient_norm": sum(norms) / len(norms)}
 
     def _log(self, step: int, metrics: dict[str, float], batch: StepBatch) -> None:
         """Adds the collector's and the buffer's figures, then logs and shows them all."""

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from torchrl._utils import logger as torchrl_logger
 from tqdm import tqdm
 
 from torchrl_llm_async.collectors import Evaluation
+
+# Mean |log-prob of the trainer - of the engine| of fresh tokens; rounding in bf16 makes some 0.01.
+TOLERATED_MISMATCH = 0.05
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Report:
             total=total_steps, initial=first_step, desc="train", unit="step", dynamic_ncols=True
         )
         self._start = time.perf_counter()
+        self._told_mismatch = TOLERATED_MISMATCH
         self.evaluations: list[Evaluation] = []
 
     def step(self, metrics: dict[str, float]) -> None:
@@ -107,6 +112,19 @@ class Report:
             f"generation {metrics['generation_waited_s']:.1f} s"
         )
         self._bar.update()
+        self._warn_of_mismatch(metrics.get("mismatch_lag_0", 0.0))
+
+    def _warn_of_mismatch(self, mismatch: float) -> None:
+        """Says so when engine and trainer disagree on fresh tokens; again when it doubles."""
+        if mismatch > self._told_mismatch:
+            self._told_mismatch = 2 * mismatch
+            torchrl_logger.warning(
+                f"The log-probs of engine and trainer differ by {mismatch:.3f} on average for "
+                "tokens sampled by the very weights that were trained. No loss can mend that: "
+                "compare sampling.temperature (and top_p, top_k: the trainer knows neither) with "
+                "the actor's, engine.dtype with dtype, and the model's config in model_dir with "
+                "the model in the config."
+            )
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """A held-out accuracy has come in."""
