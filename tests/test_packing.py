@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_llm_async import packing
-from torchrl_llm_async.packing import blank_rows, pad_rows, plan_micro_batches
+from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows, plan_micro_batches
 
 
 @settings(max_examples=300, deadline=None)
@@ -115,3 +115,54 @@ def test_blank_rows():
 def test_examples_run():
     result = doctest.testmod(packing)
     assert result.attempted > 0 and result.failed == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), slack=st.integers(0, 20))
+def test_packing_loses_and_mixes_nothing(lengths, slack):
+    size = max(lengths) + slack
+    rows = lazy_stack(
+        [
+            TensorDict(
+                {
+                    "tokens": {"full": torch.arange(n) + 100 * i, "prompt": torch.zeros(n)},
+                    "masks": {"all_attention_mask": torch.ones(n, dtype=torch.bool)},
+                    "log_probs": -torch.arange(n) - 0.5 * i,
+                    "next": {"reward": torch.tensor([i + 0.25])},
+                    "group": torch.tensor(i),
+                    "image": torch.zeros(2, 2),
+                    "text": NonTensorData("x"),
+                }
+            )
+            for i, n in enumerate(lengths)
+        ]
+    )
+    packed = pack_rows(rows, pad_id=7, row_tokens=size, segment_ids_key=("a", "b", "ids"))
+    ids = packed["a", "b", "ids"]
+    assert set(packed.keys(True, True)) == {
+        *[("tokens", "full"), ("masks", "all_attention_mask"), "log_probs"],
+        *[("next", "reward"), "group", ("a", "b", "ids")],
+    }
+    assert ids.shape == (*packed.batch_size, size)
+    for i, n in enumerate(lengths):
+        row, place = (ids == i).nonzero(as_tuple=True)
+        assert len(set(row.tolist())) == 1 and place.tolist() == list(range(place[0], place[0] + n))
+        part = packed[row[0]]
+        assert (part["tokens", "full"][place] == torch.arange(n) + 100 * i).all()
+        assert (part["log_probs"][place] == -torch.arange(n) - 0.5 * i).all()
+        assert (part["next", "reward"][place] == i + 0.25).all()
+        assert (part["group"][place] == i).all()
+    padding = ids == -1
+    assert padding.sum() == ids.numel() - sum(lengths)
+    assert (packed["tokens", "full"][padding] == 7).all()
+    assert not packed["masks", "all_attention_mask"][padding].any()
+    # Ascending along a row, padding last.
+    assert (ids.where(~padding, 99).diff(dim=-1) >= 0).all()
+    # First fit: no row but perhaps the last is half empty.
+    assert sum((~padding).sum(-1) * 2 <= size) <= 1
+
+
+def test_packing_refuses_a_sequence_that_is_too_long():
+    rows = lazy_stack([TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (2, 5)])
+    with pytest.raises(ValueError, match="Row 1 has 5 tokens, over row_tokens=4"):
+        pack_rows(rows, pad_id=0, row_tokens=4)

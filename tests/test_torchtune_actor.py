@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torchrl.objectives.llm import GRPOLoss
 from torchtune.models.qwen2 import qwen2
 
-from torchrl_llm_async.modules import TorchtuneActor, torchtune_actor
+from torchrl_llm_async.modules import TorchtuneActor, add_value_head, torchtune_actor
 from torchrl_llm_async.objectives import DecoupledPPOLoss, OnlineDPOLoss
-from torchrl_llm_async.packing import blank_rows, pad_rows
+from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows
 
 SHAPE = {
     "vocab_size": 23,
@@ -150,6 +150,74 @@ def test_chunks_masks_padding_and_path_change_nothing(tied):
     for other in results[1:]:
         for value, expected in zip(other, results[0], strict=True):
             torch.testing.assert_close(value, expected, atol=1e-4, rtol=1e-4)
+
+
+def with_gaps(rows) -> TensorDict:
+    """The rows with padding between all tokens, as well as before and after them."""
+    dense = pad_rows(rows, pad_id=0)
+    place = torch.arange(9) * 2 + 1
+    out = TensorDict(batch_size=dense.batch_size)
+    for key, value in dense.items(include_nested=True, leaves_only=True):
+        if value.shape == (4, 9):
+            out[key] = value.new_zeros(4, 20).index_copy(1, place, value)
+    return out
+
+
+@pytest.mark.parametrize("row_tokens", [None, 13, 32])
+def test_packed_rows_score_like_padded_ones(row_tokens):
+    """Log-probs, entropies, values and the gradients of all three, of each sequence alone."""
+    rows = make_rows()
+    results = []
+    for micro in (pad_rows(rows, 0), pack_rows(rows, 0, row_tokens=row_tokens)):
+        decoder = add_value_head(make_decoder())
+        torch.manual_seed(1)
+        nn.init.normal_(decoder.value_head.weight)
+        mask = micro["masks", "all_assistant_mask"]
+        scores = TorchtuneActor(decoder).score(
+            micro, mask=mask, entropy="differentiable", values=True
+        )
+        rows_of_their_own = torch.arange(len(mask))[:, None].expand_as(mask)
+        ids = micro.get(("packing", "segment_ids"), rows_of_their_own)
+        order = ids[mask].argsort(stable=True)
+        flat = [score[mask][order] for score in scores]
+        sum(value.square().sum() for value in flat).backward()
+        assert all((score[~mask] == 0).all() and (score[mask] != 0).all() for score in scores)
+        results.append([*flat, *(parameter.grad for parameter in decoder.parameters())])
+    assert len(results[0][0]) == 2 + 7 + 4 + 4
+    for packed, padded in zip(*results, strict=True):
+        torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_may_be_anywhere_but_a_token_behind_it_is_not_scored():
+    actor, rows = TorchtuneActor(make_decoder()), make_rows()
+    dense, gaps = pad_rows(rows, 0), with_gaps(rows)
+    assert (actor.score(gaps).log_probs == 0).all()
+    wanted = actor._call_model(*actor._read(dense))[dense["masks", "all_attention_mask"]]
+    found = actor._call_model(*actor._read(gaps))[gaps["masks", "all_attention_mask"]]
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_values_are_of_the_state_before_the_token():
+    """They change with what stands before it, not with the token itself."""
+    decoder = add_value_head(make_decoder())
+    nn.init.normal_(decoder.value_head.weight)
+    actor, micro = TorchtuneActor(decoder), pad_rows(make_rows(), 0)
+    before = actor.score(micro, values=True).values
+    changed = micro.clone()
+    changed["tokens", "full"][:, 6] += 1
+    after = actor.score(changed, values=True).values
+    assert (before[:, :7] == after[:, :7]).all()
+    assert (before[:, 7:] != after[:, 7:]).all()
+
+
+def test_values_need_a_head_and_hidden_states():
+    micro = pad_rows(make_rows(), 0)
+    with pytest.raises(ValueError, match=r"add_value_head\(model\) before sharding"):
+        TorchtuneActor(make_decoder()).score(micro, values=True)
+    wrapped = WholeLogits(make_decoder())
+    wrapped.value_head = nn.Linear(16, 1)
+    with pytest.raises(ValueError, match="hidden states"):
+        TorchtuneActor(wrapped).score(micro, values=True)
 
 
 class LargestVocabulary(TorchDispatchMode):
