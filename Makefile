@@ -18,6 +18,8 @@ LOSS ?= ppo
 SEED ?= 0
 LOSS_ppo := torchrl_llm_async.objectives.DecoupledPPOLoss
 LOSS_dpo := torchrl_llm_async.objectives.OnlineDPOLoss
+# tests/conftest.py says which tests share a worker.
+PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 CONFIG := recipes/configs/arithmetic_ppo.yaml
 RUN := runs/arithmetic_$(LOSS)_seed$(SEED)
 
@@ -62,10 +64,10 @@ eval: $(STAMP)
 	    model_dir=$(CHECKPOINT) output_dir=runs/evaluate
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not engine and not recipe" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not engine and not recipe" $(PARALLEL) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
