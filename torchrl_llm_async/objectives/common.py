@@ -282,11 +282,13 @@ class AsyncLLMLoss(LossModule):
         """Scores (N,) of the sampled tokens by the policy.
 
         Raises:
-            ValueError: a log-prob is not finite at a sampled token.
+            ValueError: a log-prob or a value is not finite at a sampled token.
         """
         mask = self._read(rows, "assistant_mask", False)
         scores = score_tokens(self.actor_network, rows, mask=mask, entropy=entropy, values=values)
         self._check_finite(scores.log_probs, mask, "log-probs of the policy")
+        if values:
+            self._check_finite(scores.values, mask, "values of the critic")
         return TokenScores(*(None if score is None else score.flatten() for score in scores))
 
     def _reference(self, rows: TensorDictBase) -> Tensor:

@@ -15,6 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_llm_async.modules.scores import EntropyMode, TokenScores
 from torchrl_llm_async.objectives import functional
 from torchrl_llm_async.objectives.common import (
     AsyncLLMLoss,
@@ -299,9 +300,18 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         self, micro: TensorDictBase, *, normalizer: Tensor | float
     ) -> DecoupledPPOLossOutput:
         """See :meth:`~.common.AsyncLLMLoss.forward`."""
+        return self._policy_loss(micro, self._policy(micro, self._entropy_mode), normalizer)
+
+    @property
+    def _entropy_mode(self) -> EntropyMode:
+        return "differentiable" if self.entropy_coeff else "detached"
+
+    def _policy_loss(
+        self, micro: TensorDictBase, scores: TokenScores, normalizer: Tensor | float
+    ) -> DecoupledPPOLossOutput:
+        """The loss, given the policy's scores (N,) of the micro-batch."""
         layout = self._layout(micro)
         mask = layout.mask
-        scores = self._policy(micro, "differentiable" if self.entropy_coeff else "detached")
         log_prob, entropy = scores.log_probs, scores.entropy
         behavior = self._tokens(micro, "sample_log_prob")
         prox = self._prox_log_prob(micro, log_prob, behavior)
