@@ -20,6 +20,7 @@ from torchrl_llm_async.modules.scores import TokenScores
 from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows
 
 TARGET_VERSION = 14
+VOCABULARY = 23
 
 
 @dataclass
@@ -152,7 +153,7 @@ def to_batch(
         rows.append(
             TensorDict(
                 {
-                    "tokens": {"full": torch.arange(length)},
+                    "tokens": {"full": torch.arange(place, place + length) * 7 % VOCABULARY},
                     "masks": {
                         "all_attention_mask": torch.ones(length, dtype=torch.bool),
                         "all_assistant_mask": sampled,

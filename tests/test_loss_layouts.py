@@ -1,0 +1,227 @@
+"""The same gradient whatever the form of the micro-batches, and over ranks, on a real decoder."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from loss_batches import (
+    FORMS,
+    TARGET_VERSION,
+    VOCABULARY,
+    TablePolicy,
+    backward,
+    micro_batches,
+    random_trajectories,
+    to_batch,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torchtune.models.qwen2 import qwen2
+
+from torchrl_llm_async.modules import TorchtuneActor
+from torchrl_llm_async.objectives import DecoupledPPOLoss, OnlineDPOLoss
+from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows
+
+# torch tells that its fused RMS norm takes no float64.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+
+LOSSES = {
+    "ppo": partial(DecoupledPPOLoss, dual_clip=1.5, kl_to_ref_coeff=0.2, entropy_coeff=0.05),
+    "ppo by sequences": partial(
+        DecoupledPPOLoss,
+        ratio_level="sequence",
+        aggregation="sequence",
+        prox="loglinear",
+        correction="both",
+        correction_level="sequence",
+        kl_to_ref_coeff=0.2,
+        kl_estimator="k3",
+    ),
+    "ppo by fixed length": partial(
+        DecoupledPPOLoss,
+        aggregation="fixed",
+        fixed_length=8,
+        correction="mask",
+        correction_level="geometric",
+        correction_cap=1.2,
+    ),
+    "dpo": OnlineDPOLoss,
+    "dpo on stale pairs": partial(
+        OnlineDPOLoss, loss_type="ipo", label_smoothing=0.1, importance_cap=1.1, pairing="all"
+    ),
+}
+ROWS_PER_UNIT = {"sequence": 1, "pair": 2}
+
+
+def make_decoder() -> nn.Module:
+    """In float64, so that what is compared is the order of sums and not their rounding."""
+    torch.manual_seed(0)
+    decoder = qwen2(
+        vocab_size=VOCABULARY,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        embed_dim=16,
+        intermediate_dim=24,
+        max_seq_len=128,
+        tie_word_embeddings=True,
+    ).double()
+    for parameter in decoder.parameters():
+        # torchtune's biases start at 0 and its norms at 1, which would hide mistakes.
+        nn.init.normal_(parameter, std=0.3)
+    return decoder
+
+
+def make_rows(loss):
+    """Rows as the loss selects them, their policies around that of the decoder."""
+    trajectories = random_trajectories(3, rows=12, group_size=3, longest=9)
+    policy = loss.actor_network
+    with torch.no_grad():
+        scores = policy.score(pad_rows(to_batch(trajectories), pad_id=0)).log_probs
+    moved = []
+    for row, score in zip(trajectories, scores.tolist(), strict=True):
+        shift = np.array(score[-len(row.theta) :]) - row.theta
+        policies = {name: (getattr(row, name) + shift).tolist() for name in ("mu", "ref")}
+        moved.append(replace(row, **policies))
+    batch = to_batch(moved).exclude(("log_probs", "prox"))
+    return loss.select(batch, target_version=TARGET_VERSION)
+
+
+def train(loss, micros, normalizer, world_size: int = 1) -> tuple[float, list[Tensor]]:
+    """One update's loss and gradients, after another update since the anchor was taken."""
+    micros = [loss.anchor(micro) for micro in micros]
+    with torch.no_grad():
+        for parameter in loss.actor_network.parameters():
+            parameter.mul_(1.05)  # The same on shards as on the whole.
+    total = 0.0
+    for micro in micros:
+        value = loss(micro, normalizer=normalizer).total()
+        (value * world_size).backward()  # FSDP averages over ranks.
+        total += value.item()
+    return total, [parameter.grad for parameter in loss.actor_network.parameters()]
+
+
+def test_every_form_has_the_same_gradient_on_a_decoder():
+    for name, make in LOSSES.items():
+        results = {}
+        for form in FORMS:
+            loss = make(TorchtuneActor(make_decoder(), chunk_size=5))
+            rows = make_rows(loss)
+            micros = micro_batches(rows, form, unit=ROWS_PER_UNIT[loss.packing_unit])
+            results[form] = train(loss, micros, loss.denominator(rows))
+        assert_same(results, name)
+
+
+def assert_same(results: dict[str, tuple[float, list[Tensor]]], name: str) -> None:
+    expected, expected_gradients = results.pop("ragged")
+    assert abs(expected) > 1e-3, name
+    assert all(gradient.abs().max() > 1e-4 for gradient in expected_gradients), name
+    for form, (value, gradients) in results.items():
+        assert value == pytest.approx(expected, abs=1e-6), (name, form)
+        for gradient, other in zip(gradients, expected_gradients, strict=True):
+            assert (gradient - other).abs().max() <= 1e-6, (name, form)
+
+
+def train_sharded(rank: int, world_size: int, store: str, results) -> None:
+    """Each loss on ranks that differ in rows, forms and chunks; rank 1 has a blank one, too."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for name, make in LOSSES.items():
+        decoder = make_decoder()
+        loss = make(TorchtuneActor(decoder, chunk_size=5))
+        rows = make_rows(loss)
+        for layer in decoder.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(decoder, mesh=mesh)
+        first = 3 * ROWS_PER_UNIT[loss.packing_unit]
+        micros = (
+            [pad_rows(rows[:2], pad_id=0), pack_rows(rows[2:first], pad_id=0)]
+            if rank == 0
+            else [pack_rows(rows[first:], pad_id=0), blank_rows(rows, pad_id=0)]
+        )
+        count = sum(loss.denominator(micro) for micro in micros)
+        dist.all_reduce(count)
+        value, gradients = train(loss, micros, count, world_size)
+        total = torch.tensor(value)
+        dist.all_reduce(total)
+        whole = [gradient.full_tensor() for gradient in gradients]
+        if rank == 0:
+            results[name] = (total.item(), whole)
+    dist.destroy_process_group()
+
+
+def test_two_fsdp_ranks_have_the_gradient_of_one_process(tmp_path):
+    # Both ranks are forked off one process that has done the imports.
+    multiprocessing.set_forkserver_preload(["torchrl_llm_async.modules", "torchtune.models.qwen2"])
+    with multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.start_processes(
+            train_sharded,
+            (2, str(tmp_path / "store"), results),
+            nprocs=2,
+            start_method="forkserver",
+        )
+        sharded = dict(results)
+    assert set(sharded) == set(LOSSES)
+    for name, make in LOSSES.items():
+        loss = make(TorchtuneActor(make_decoder()))
+        rows = make_rows(loss)
+        whole = train(loss, [rows], loss.denominator(rows))
+        assert_same({"ragged": whole, "two ranks": sharded[name]}, name)
+
+
+@pytest.mark.inv7
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("form", [pad_rows, pack_rows])
+def test_what_nobody_sampled_may_hold_anything(name, form):
+    """Not only padding: prompts and environment tokens have no behaviour log-probs either."""
+    trajectories = random_trajectories(4)
+    policy = TablePolicy(trajectories)
+    loss = LOSSES[name](policy)
+    rows = loss.select(to_batch(trajectories), target_version=TARGET_VERSION)
+    micro = form(rows, pad_id=0)
+    outside = ~micro["masks", "all_assistant_mask"]
+    results = []
+    for garbage in (None, float("nan"), float("inf")):
+        if garbage is not None:
+            for key in (("log_probs", "full"), ("log_probs", "prox"), ("log_probs", "ref")):
+                micro[key] = micro[key].masked_fill(outside, garbage)
+        policy.zero_grad()
+        total = backward(loss, [micro], 4.0)
+        results.append((total, policy.gradients(), policy.gradients("entropy")))
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "ppo by fixed length"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reference_network_equals_its_log_probs_in_the_batch(name, form):
+    trajectories = random_trajectories(5)
+    reference = TablePolicy([replace(row, theta=row.ref) for row in trajectories])
+    totals = []
+    for network in (None, reference):
+        loss = LOSSES[name](TablePolicy(trajectories), reference_network=network)
+        assert loss.needs_reference
+        rows = loss.select(to_batch(trajectories), target_version=TARGET_VERSION)
+        rows = rows if network is None else rows.exclude(("log_probs", "ref"))
+        micros = micro_batches(rows, form, unit=ROWS_PER_UNIT[loss.packing_unit])
+        totals.append(backward(loss, micros, 4.0))
+    assert totals[0] == totals[1]
+    assert reference.log_probs.grad is None
+
+
+@pytest.mark.inv7
+def test_a_reference_network_that_is_broken_is_named():
+    trajectories = random_trajectories(6, empty=0.0)
+    broken = TablePolicy([replace(row, theta=[float("nan")] * 9) for row in trajectories])
+    loss = OnlineDPOLoss(TablePolicy(trajectories), reference_network=broken)
+    micro = pad_rows(to_batch(trajectories).exclude(("log_probs", "ref")), pad_id=0)
+    with pytest.raises(ValueError, match=r"(?s)reference.*not finite"):
+        loss(micro, normalizer=1.0)
