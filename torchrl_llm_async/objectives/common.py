@@ -145,11 +145,14 @@ class AsyncLLMLoss(LossModule):
     Attributes:
         packing_unit: what packing must not split: a ``"sequence"``, a ``"pair"`` of
             adjacent rows, or a ``"group"`` of adjacent rows.
+        needs_value_head (bool): whether the actor's decoder must have a critic's head
+            (:func:`~torchrl_llm_async.modules.add_value_head`); known before there is one.
         groups_tied (int): groups that the last call of :meth:`select` skipped, since their
             rewards tell nothing.
     """
 
     packing_unit: Literal["sequence", "pair", "group"] = "sequence"
+    needs_value_head: bool = False
     groups_tied: int = 0
 
     @dataclass

@@ -155,6 +155,7 @@ class CriticPPOLoss(DecoupledPPOLoss):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
+    needs_value_head = True
 
     def __init__(
         self,

@@ -27,13 +27,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtune import config, training, utils
+from torchtune.config._utils import _get_component_from_path
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.checkpoint import TrainingState, load_tree
 from torchrl_llm_async.collectors import AsyncLLMCollector, Evaluation
 from torchrl_llm_async.data import StalenessReplayBuffer
-from torchrl_llm_async.modules import TorchtuneActor
+from torchrl_llm_async.modules import TorchtuneActor, add_value_head
 from torchrl_llm_async.objectives import LossOutput
 from torchrl_llm_async.recipes.batches import BatchFeed, Minibatch, StepBatch
 from torchrl_llm_async.recipes.collection import make_collector
@@ -84,7 +85,11 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             self._metric_logger.log_config(cfg)
         checkpointer = config.instantiate(cfg.checkpointer)
         weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
-        self._model = self._setup_model(weights)
+        # Asked of the class: the head must be there before the decoder is sharded, and the loss
+        # takes the decoder.
+        loss_class = _get_component_from_path(cfg.loss._component_)
+        needs_value_head = getattr(loss_class, "needs_value_head", False)
+        self._model = self._setup_model(weights, value_head=needs_value_head)
         self._optimizer = config.instantiate(cfg.optimizer, self._model.parameters())
         self._lr_scheduler = None
         if cfg.lr_scheduler is not None:
@@ -152,10 +157,17 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
     def _drop(self, group_id: int, reason: str) -> None:
         self._collector.drop(group_id, reason)
 
-    def _setup_model(self, weights: dict[str, torch.Tensor]) -> nn.Module:
+    def _setup_model(
+        self, weights: dict[str, torch.Tensor], *, value_head: bool = False
+    ) -> nn.Module:
         """A decoder sharded over all ranks: fp32 master weights, ``dtype`` compute."""
         with training.set_default_dtype(torch.float32), torch.device("meta"):
             model = config.instantiate(self._cfg.model)
+        if value_head:  # No Hugging Face checkpoint has one; it begins at zero.
+            head = add_value_head(model).value_head.state_dict(prefix="value_head.")
+            weights = weights | {
+                name: torch.zeros_like(parameter, device="cpu") for name, parameter in head.items()
+            }
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         for layer in model.layers:
             fully_shard(layer, mp_policy=policy)

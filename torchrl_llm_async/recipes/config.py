@@ -31,6 +31,7 @@ from torchtune.models.qwen2._convert_weights import _FROM_HF as _QWEN2_FROM_HF
 from torchrl_llm_async.checkpoint import save_tree
 from torchrl_llm_async.collectors.conversation import Conversation
 from torchrl_llm_async.collectors.state import pack_problem
+from torchrl_llm_async.objectives import AsyncLLMLoss
 from torchrl_llm_async.recipes.batches import _ROWS_PER_UNIT
 from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS, filter_nodes
 from torchrl_llm_async.recipes.resume import find_checkpoint, resume_folder
@@ -217,14 +218,7 @@ def _check_component(key: str, node: DictConfig) -> None:
 
 def _check_arguments(key: str, component: Callable, node: DictConfig) -> None:
     signature = inspect.signature(component)
-    names = [name for name in signature.parameters if name != "self"]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    try:
-        hints = typing.get_type_hints(
-            component.__init__ if inspect.isclass(component) else component
-        )
-    except (NameError, AttributeError):  # Imported under TYPE_CHECKING: types unknown here.
-        hints = {}
+    names, hints, open_ended = _arguments(component)
     positional, keywords = _SUPPLIED.get(key, (0, ()))
     name = getattr(component, "__name__", str(component))
     for argument, value in node.items():
@@ -255,6 +249,30 @@ def _check_arguments(key: str, component: Callable, node: DictConfig) -> None:
             f"{key}: {name} can't be called with what the config and the recipe give it "
             f"({error}); correct the arguments under '{key}:'"
         ) from None
+
+
+def _arguments(component: Callable) -> tuple[list[str], dict[str, Any], bool]:
+    """Names and types of its arguments, and whether it takes any others.
+
+    A loss that hands keywords on takes those of its base, too.
+    """
+    layers = [component]
+    if inspect.isclass(component) and issubclass(component, AsyncLLMLoss):
+        layers += [cls.__init__ for cls in component.__mro__ if "__init__" in vars(cls)][1:]
+    names: list[str] = []
+    hints: dict[str, Any] = {}
+    for layer in layers:
+        parameters = inspect.signature(layer).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        names += [n for n, p in parameters.items() if n != "self" and p.kind is not p.VAR_KEYWORD]
+        try:
+            typed = typing.get_type_hints(layer.__init__ if inspect.isclass(layer) else layer)
+        except (NameError, AttributeError):  # Imported under TYPE_CHECKING: types unknown here.
+            typed = {}
+        hints = typed | hints
+        if not open_ended:
+            break
+    return names, hints, open_ended
 
 
 def _fits(value: Any, expected: Any) -> bool:

@@ -21,6 +21,8 @@ __all__ = ["WeightPublisher", "is_writing_rank"]
 
 # Names that wrappers insert into parameter paths.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+# A critic's head (torchrl_llm_async.modules.add_value_head): the trainer's alone.
+_NOT_PUBLISHED = "value_head."
 
 
 def is_writing_rank() -> bool:
@@ -33,7 +35,8 @@ class WeightPublisher:
 
     Parameters are published in the dtype the forward pass computes with (``param_dtype`` of the
     mixed-precision policy, else their own), so that the engine samples from the very policy that
-    is being trained. Tied embeddings are published once, without ``lm_head.weight``.
+    is being trained. Tied embeddings are published once, without ``lm_head.weight``; a
+    critic's ``value_head`` is left out.
 
     Args:
         model: a torchtune ``TransformerDecoder``, plain or under FSDP2 ``fully_shard``.
@@ -98,6 +101,8 @@ class WeightPublisher:
                 for name, parameter in _own_parameters(unit, prefix):
                     for wrapper in _WRAPPERS:
                         name = name.replace(wrapper, "")
+                    if name.startswith(_NOT_PUBLISHED):
+                        continue
                     yield get_mapped_key(name, self._to_hf), parameter.detach()
             finally:
                 if sharded:
