@@ -15,13 +15,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import (
-    AsyncLLMLoss,
-    Layout,
-    LossOutput,
-    require,
-    sum_and_count,
-)
+from torchrl_llm_async.objectives.common import Layout, LossOutput, require, sum_and_count
+from torchrl_llm_async.objectives.group_loss import GroupLoss
 
 Pairing = Literal["best_worst", "all"]
 
@@ -98,7 +93,7 @@ class OnlineDPOLossOutput(LossOutput):
     importance_weight: Tensor | None = None
 
 
-class OnlineDPOLoss(AsyncLLMLoss):
+class OnlineDPOLoss(GroupLoss):
     r"""Direct preference optimisation on pairs made of freshly sampled groups.
 
     :meth:`select` pairs the trajectories of each group by their rewards and skips groups
@@ -163,18 +158,14 @@ class OnlineDPOLoss(AsyncLLMLoss):
     """
 
     @dataclass
-    class _AcceptedKeys(AsyncLLMLoss._AcceptedKeys):
+    class _AcceptedKeys(GroupLoss._AcceptedKeys):
         """Keys this loss reads; see ``set_keys``.
 
         Attributes:
-            reward (NestedKey): [N, 1], read by ``select``. ``("next", "reward")``.
-            group_id (NestedKey): [N], read by ``select``. ``("group", "id")``.
             sample_log_prob (NestedKey): log mu, read with ``importance_cap``.
                 ``("log_probs", "full")``.
         """
 
-        reward: NestedKey = ("next", "reward")
-        group_id: NestedKey = ("group", "id")
         sample_log_prob: NestedKey = ("log_probs", "full")
 
     default_keys = _AcceptedKeys
@@ -241,32 +232,18 @@ class OnlineDPOLoss(AsyncLLMLoss):
             TensorDictBase: ``(2 P,)``; empty if all groups are tied.
 
         Raises:
-            ValueError: a group of one row, or one whose rows are not adjacent, or a
-                reward that is not finite.
+            ValueError: the rows are no whole groups of one size K >= 2, or a reward is not
+                finite.
         """
-        rewards = self._read(batch, "reward").flatten().tolist()
-        group_ids = self._read(batch, "group_id").flatten().tolist()
-        groups: dict[int, list[int]] = {}
-        for row, group in enumerate(group_ids):
-            groups.setdefault(group, []).append(row)
+        rewards = self._group_rewards(batch).tolist()
         indices: list[int] = []
         ties = 0
-        for group, rows in groups.items():
-            group_rewards = [rewards[row] for row in rows]
-            require(
-                len(rows) >= 2 and rows[-1] - rows[0] == len(rows) - 1,
-                f"Group {group} has the rows {rows}: a preference pair needs a group of at "
-                "least 2 adjacent rows (group_size >= 2).",
-            )
-            require(
-                all(abs(value) < float("inf") for value in group_rewards),
-                f"Group {group} has the rewards {group_rewards}: they must be finite. Reject "
-                "a group whose reward failed instead.",
-            )
+        for group, group_rewards in enumerate(rewards):
             pairs = preference_pairs(group_rewards, self.pairing, self.max_pairs_per_group)
             ties += not pairs
-            indices.extend(rows[position] for pair in pairs for position in pair)
-        self.groups_selected, self.groups_tied = len(groups), ties
+            start = group * len(group_rewards)
+            indices.extend(start + position for pair in pairs for position in pair)
+        self.groups_selected, self.groups_tied = len(rewards), ties
         # An empty list is no valid index of a lazy stack; an empty slice is.
         return batch[indices] if indices else batch[:0]
 
