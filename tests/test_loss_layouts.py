@@ -25,8 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchtune.models.qwen2 import qwen2
 
-from torchrl_llm_async.modules import TorchtuneActor
-from torchrl_llm_async.objectives import DecoupledPPOLoss, OnlineDPOLoss
+from torchrl_llm_async.modules import TorchtuneActor, add_value_head
+from torchrl_llm_async.objectives import CriticPPOLoss, DecoupledPPOLoss, OnlineDPOLoss
+from torchrl_llm_async.objectives.best_of_n import BestOfNLoss
+from torchrl_llm_async.objectives.rloo import ProximalRLOOLoss
+from torchrl_llm_async.objectives.trajectory_balance import TrajectoryBalanceLoss
 from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows
 
 # torch tells that its fused RMS norm takes no float64.
@@ -56,11 +59,16 @@ LOSSES = {
     "dpo on stale pairs": partial(
         OnlineDPOLoss, loss_type="ipo", label_smoothing=0.1, importance_cap=1.1, pairing="all"
     ),
+    "ppo with a critic": partial(CriticPPOLoss, gamma=0.9, lmbda=0.8, value_clip=0.01),
+    "rloo": ProximalRLOOLoss,
+    "best of n": BestOfNLoss,
+    "trajectory balance": partial(TrajectoryBalanceLoss, beta=0.5),
 }
-ROWS_PER_UNIT = {"sequence": 1, "pair": 2}
+GROUP_SIZE = 3
+ROWS_PER_UNIT = {"sequence": 1, "pair": 2, "group": GROUP_SIZE}
 
 
-def make_decoder() -> nn.Module:
+def make_decoder(make) -> nn.Module:
     """In float64, so that what is compared is the order of sums and not their rounding."""
     torch.manual_seed(0)
     decoder = qwen2(
@@ -73,6 +81,8 @@ def make_decoder() -> nn.Module:
         max_seq_len=128,
         tie_word_embeddings=True,
     ).double()
+    if getattr(make, "func", make).needs_value_head:
+        add_value_head(decoder)
     for parameter in decoder.parameters():
         # torchtune's biases start at 0 and its norms at 1, which would hide mistakes.
         nn.init.normal_(parameter, std=0.3)
@@ -81,7 +91,7 @@ def make_decoder() -> nn.Module:
 
 def make_rows(loss):
     """Rows as the loss selects them, their policies around that of the decoder."""
-    trajectories = random_trajectories(3, rows=12, group_size=3, longest=9)
+    trajectories = random_trajectories(3, rows=4 * GROUP_SIZE, group_size=GROUP_SIZE, longest=9)
     policy = loss.actor_network
     with torch.no_grad():
         scores = policy.score(pad_rows(to_batch(trajectories), pad_id=0)).log_probs
@@ -112,7 +122,7 @@ def test_every_form_has_the_same_gradient_on_a_decoder():
     for name, make in LOSSES.items():
         results = {}
         for form in FORMS:
-            loss = make(TorchtuneActor(make_decoder(), chunk_size=5))
+            loss = make(TorchtuneActor(make_decoder(make), chunk_size=5))
             rows = make_rows(loss)
             micros = micro_batches(rows, form, unit=ROWS_PER_UNIT[loss.packing_unit])
             results[form] = train(loss, micros, loss.denominator(rows))
@@ -135,17 +145,17 @@ def train_sharded(rank: int, world_size: int, store: str, results) -> None:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world_size,))
     for name, make in LOSSES.items():
-        decoder = make_decoder()
+        decoder = make_decoder(make)
         loss = make(TorchtuneActor(decoder, chunk_size=5))
         rows = make_rows(loss)
         for layer in decoder.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(decoder, mesh=mesh)
-        first = 3 * ROWS_PER_UNIT[loss.packing_unit]
+        one, two = (units * ROWS_PER_UNIT[loss.packing_unit] for units in (1, 2))
         micros = (
-            [pad_rows(rows[:2], pad_id=0), pack_rows(rows[2:first], pad_id=0)]
+            [pad_rows(rows[:one], pad_id=0), pack_rows(rows[one:two], pad_id=0)]
             if rank == 0
-            else [pack_rows(rows[first:], pad_id=0), blank_rows(rows, pad_id=0)]
+            else [pack_rows(rows[two:], pad_id=0), blank_rows(rows, pad_id=0)]
         )
         count = sum(loss.denominator(micro) for micro in micros)
         dist.all_reduce(count)
@@ -172,7 +182,7 @@ def test_two_fsdp_ranks_have_the_gradient_of_one_process(tmp_path):
         sharded = dict(results)
     assert set(sharded) == set(LOSSES)
     for name, make in LOSSES.items():
-        loss = make(TorchtuneActor(make_decoder()))
+        loss = make(TorchtuneActor(make_decoder(make)))
         rows = make_rows(loss)
         whole = train(loss, [rows], loss.denominator(rows))
         assert_same({"ragged": whole, "two ranks": sharded[name]}, name)
@@ -183,7 +193,7 @@ def test_two_fsdp_ranks_have_the_gradient_of_one_process(tmp_path):
 @pytest.mark.parametrize("form", [pad_rows, pack_rows])
 def test_what_nobody_sampled_may_hold_anything(name, form):
     """Not only padding: prompts and environment tokens have no behaviour log-probs either."""
-    trajectories = random_trajectories(4)
+    trajectories = random_trajectories(4, group_size=GROUP_SIZE)
     policy = TablePolicy(trajectories)
     loss = LOSSES[name](policy)
     rows = loss.select(to_batch(trajectories), target_version=TARGET_VERSION)
@@ -196,14 +206,17 @@ def test_what_nobody_sampled_may_hold_anything(name, form):
                 micro[key] = micro[key].masked_fill(outside, garbage)
         policy.zero_grad()
         total = backward(loss, [micro], 4.0)
-        results.append((total, policy.gradients(), policy.gradients("entropy")))
+        gradients = [policy.gradients(table) for table in ("log_probs", "entropy", "values")]
+        results.append((total, gradients))
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "ppo by fixed length"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "ppo by sequences", "dpo", "dpo on stale pairs", "trajectory balance"]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_reference_network_equals_its_log_probs_in_the_batch(name, form):
-    trajectories = random_trajectories(5)
+    trajectories = random_trajectories(5, group_size=GROUP_SIZE)
     reference = TablePolicy([replace(row, theta=row.ref) for row in trajectories])
     totals = []
     for network in (None, reference):
