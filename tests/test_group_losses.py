@@ -1,0 +1,123 @@
+"""What the losses over groups have in common: whole groups only, and nothing that is not finite."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from loss_batches import TablePolicy, backward, random_trajectories, to_batch
+
+from torchrl_llm_async.objectives.best_of_n import BestOfNLoss
+from torchrl_llm_async.objectives.rloo import ProximalRLOOLoss
+from torchrl_llm_async.objectives.trajectory_balance import TrajectoryBalanceLoss
+from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows
+
+LOSSES = (ProximalRLOOLoss, BestOfNLoss, TrajectoryBalanceLoss)
+pytestmark = pytest.mark.inv7
+
+
+@pytest.mark.parametrize("make", LOSSES)
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([0], r"Groups \[0\] have \[1\] adjacent rows"),
+        ([0, 2, 4], r"Groups \[0, 1, 2\] have \[1, 1, 1\]"),
+        ([0, 2, 1, 3], r"Groups \[0, 1, 0, 1\] have \[1, 1, 1, 1\]"),
+        ([0, 1, 2], r"Groups \[0, 1\] have \[2, 1\]"),
+        ([0, 1, 2, 3, 0, 1], r"Groups \[0, 1, 0\] have \[2, 2, 2\]"),
+    ],
+    ids=["one member", "one each", "not adjacent", "one missing", "twice"],
+)
+def test_groups_that_are_not_whole_are_refused(make, rows, told):
+    loss = make(TablePolicy([]))
+    with pytest.raises(ValueError, match=rf"{told}.*whole groups.*group_size >= 2"):
+        loss.select(to_batch(random_trajectories(0))[rows])
+
+
+@pytest.mark.parametrize("make", LOSSES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rewards_that_are_not_finite_are_refused(make, bad):
+    batch = to_batch(random_trajectories(1))
+    batch[3]["next", "reward"] = torch.tensor([bad])
+    with pytest.raises(ValueError, match=r"Groups \[1\] have the rewards .* must be finite"):
+        make(TablePolicy([])).select(batch)
+
+
+@pytest.mark.parametrize("make", LOSSES)
+def test_a_reward_per_token_is_refused(make):
+    batch = to_batch([random_trajectories(2)[0]] * 2)
+    for row in batch.unbind(0):
+        row["next", "reward"] = torch.zeros(len(row["tokens", "full"]))
+    with pytest.raises(ValueError, match=r"2 rows have 2 group ids and \d+ rewards"):
+        make(TablePolicy([])).select(batch)
+
+
+@pytest.mark.parametrize("make", LOSSES)
+def test_select_leaves_the_batch_as_it_was(make):
+    batch = to_batch(random_trajectories(3))
+    before = batch.clone()
+    rows = make(TablePolicy([])).select(batch)
+    assert set(batch.keys(True, True)) == set(before.keys(True, True))
+    assert (batch["advantage"] == before["advantage"]).all()
+    row = rows[0]["group", "id"].item() * 2 + rows[0]["group", "index"].item()
+    tokens = rows[0]["tokens", "full"], batch[row]["tokens", "full"]
+    assert tokens[0].data_ptr() == tokens[1].data_ptr()
+
+
+@pytest.mark.parametrize("make", LOSSES)
+@pytest.mark.parametrize("form", [pad_rows, pack_rows])
+def test_answers_without_a_token_train_nothing(make, form):
+    trajectories = [
+        replace(row, sampled=[False] * len(row.theta), reward=float(row.index))
+        for row in random_trajectories(4)
+    ]
+    policy = TablePolicy(trajectories)
+    loss = make(policy)
+    rows = loss.select(to_batch(trajectories))
+    for micro in (form(rows, pad_id=0), blank_rows(rows, pad_id=0)):
+        assert loss.denominator(micro) == 0
+        assert backward(loss, [micro], 5.0) == 0.0
+        assert policy.log_probs.grad.eq(0).all()  # Connected to the graph, all the same.
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("form", [pad_rows, pack_rows])
+@pytest.mark.parametrize(
+    ("make", "field", "named"),
+    [
+        *((make, "theta", "policy") for make in LOSSES),
+        (ProximalRLOOLoss, "mu", r"sample_log_prob.*\('log_probs', 'full'\)"),
+        (TrajectoryBalanceLoss, "ref", r"ref_log_prob.*\('log_probs', 'ref'\)"),
+    ],
+)
+def test_log_probs_that_are_not_finite_are_named(make, field, named, form, bad):
+    trajectories = [
+        replace(row, reward=float(row.index)) for row in random_trajectories(5, empty=0.0)
+    ]
+    row = trajectories[1]
+    values = [*getattr(row, field)]
+    values[row.answer()[-1]] = bad
+    trajectories[1] = replace(row, **{field: values})
+    loss = make(TablePolicy(trajectories))
+    rows = loss.select(to_batch(trajectories))
+    with pytest.raises(ValueError, match=f"(?s){named}.*not finite for 1 sampled tokens"):
+        loss(form(rows, pad_id=0), normalizer=1.0)
+
+
+@pytest.mark.parametrize("make", [ProximalRLOOLoss, TrajectoryBalanceLoss])
+def test_rows_that_select_has_not_seen_are_refused(make):
+    trajectories = random_trajectories(6)
+    micro = pad_rows(to_batch(trajectories).exclude("advantage"), pad_id=0)
+    with pytest.raises(KeyError, match=r"found no (advantage|group_size) at"):
+        make(TablePolicy(trajectories))(micro, normalizer=1.0)
+
+
+@pytest.mark.parametrize("name", ["rloo", "best_of_n", "trajectory_balance"])
+def test_examples_run(name):
+    module = importlib.import_module(f"torchrl_llm_async.objectives.{name}")
+    result = doctest.testmod(module)
+    assert result.attempted > 0 and result.failed == 0
