@@ -1,6 +1,6 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Everything else is detail.
 #
-#   make demo LOSS=dpo SEED=1     online DPO instead of PPO, another seed
+#   make demo LOSS=dpo SEED=1     online DPO instead of PPO (or critic, rloo, best_of_n, balance), another seed
 #   make eval CHECKPOINT=folder   held-out accuracy of a checkpoint, in a fresh engine
 #   make test                     the whole suite; make test-fast leaves out engines and recipes
 
@@ -17,7 +17,11 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-deps
 LOSS ?= ppo
 SEED ?= 0
 LOSS_ppo := torchrl_llm_async.objectives.DecoupledPPOLoss
+LOSS_critic := torchrl_llm_async.objectives.CriticPPOLoss
 LOSS_dpo := torchrl_llm_async.objectives.OnlineDPOLoss
+LOSS_rloo := torchrl_llm_async.objectives.ProximalRLOOLoss
+LOSS_best_of_n := torchrl_llm_async.objectives.BestOfNLoss
+LOSS_balance := torchrl_llm_async.objectives.TrajectoryBalanceLoss
 # tests/conftest.py says which tests share a worker.
 PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 CONFIG := recipes/configs/arithmetic_ppo.yaml
@@ -25,7 +29,7 @@ RUN := runs/arithmetic_$(LOSS)_seed$(SEED)
 
 # Said before anything is installed.
 ifeq ($(LOSS_$(LOSS)),)
-$(error LOSS is $(LOSS); it must be ppo or dpo)
+$(error LOSS is $(LOSS); it must be ppo, critic, dpo, rloo, best_of_n or balance)
 endif
 ifneq ($(filter eval,$(MAKECMDGOALS)),)
 ifeq ($(CHECKPOINT),)
