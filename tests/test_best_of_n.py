@@ -19,7 +19,7 @@ from loss_batches import (
 )
 from loss_references import best_against_worst, gradient
 
-from torchrl_llm_async.objectives.best_of_n import BestOfNLoss
+from torchrl_llm_async.objectives import BestOfNLoss
 from torchrl_llm_async.packing import pack_rows
 
 TOLERANCE = 1e-6

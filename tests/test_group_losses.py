@@ -11,16 +11,20 @@ import pytest
 import torch
 from loss_batches import TablePolicy, backward, random_trajectories, to_batch
 
-from torchrl_llm_async.objectives.best_of_n import BestOfNLoss
-from torchrl_llm_async.objectives.rloo import ProximalRLOOLoss
-from torchrl_llm_async.objectives.trajectory_balance import TrajectoryBalanceLoss
+from torchrl_llm_async.objectives import (
+    BestOfNLoss,
+    OnlineDPOLoss,
+    ProximalRLOOLoss,
+    TrajectoryBalanceLoss,
+)
 from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows
 
 LOSSES = (ProximalRLOOLoss, BestOfNLoss, TrajectoryBalanceLoss)
-pytestmark = pytest.mark.inv7
+SELECT = (*LOSSES, OnlineDPOLoss)
 
 
-@pytest.mark.parametrize("make", LOSSES)
+@pytest.mark.inv7
+@pytest.mark.parametrize("make", SELECT)
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
@@ -38,7 +42,8 @@ def test_groups_that_are_not_whole_are_refused(make, rows, told):
         loss.select(to_batch(random_trajectories(0))[rows])
 
 
-@pytest.mark.parametrize("make", LOSSES)
+@pytest.mark.inv7
+@pytest.mark.parametrize("make", SELECT)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_rewards_that_are_not_finite_are_refused(make, bad):
     batch = to_batch(random_trajectories(1))
@@ -47,7 +52,8 @@ def test_rewards_that_are_not_finite_are_refused(make, bad):
         make(TablePolicy([])).select(batch)
 
 
-@pytest.mark.parametrize("make", LOSSES)
+@pytest.mark.inv7
+@pytest.mark.parametrize("make", SELECT)
 def test_a_reward_per_token_is_refused(make):
     batch = to_batch([random_trajectories(2)[0]] * 2)
     for row in batch.unbind(0):
@@ -56,7 +62,7 @@ def test_a_reward_per_token_is_refused(make):
         make(TablePolicy([])).select(batch)
 
 
-@pytest.mark.parametrize("make", LOSSES)
+@pytest.mark.parametrize("make", SELECT)
 def test_select_leaves_the_batch_as_it_was(make):
     batch = to_batch(random_trajectories(3))
     before = batch.clone()
@@ -68,6 +74,7 @@ def test_select_leaves_the_batch_as_it_was(make):
     assert tokens[0].data_ptr() == tokens[1].data_ptr()
 
 
+@pytest.mark.inv7
 @pytest.mark.parametrize("make", LOSSES)
 @pytest.mark.parametrize("form", [pad_rows, pack_rows])
 def test_answers_without_a_token_train_nothing(make, form):
@@ -84,6 +91,7 @@ def test_answers_without_a_token_train_nothing(make, form):
         assert policy.log_probs.grad.eq(0).all()  # Connected to the graph, all the same.
 
 
+@pytest.mark.inv7
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("form", [pad_rows, pack_rows])
 @pytest.mark.parametrize(
@@ -108,6 +116,7 @@ def test_log_probs_that_are_not_finite_are_named(make, field, named, form, bad):
         loss(form(rows, pad_id=0), normalizer=1.0)
 
 
+@pytest.mark.inv7
 @pytest.mark.parametrize("make", [ProximalRLOOLoss, TrajectoryBalanceLoss])
 def test_rows_that_select_has_not_seen_are_refused(make):
     trajectories = random_trajectories(6)

@@ -19,8 +19,11 @@ from loss_batches import (
 )
 from loss_references import exp, gradient, larger, smaller
 
-from torchrl_llm_async.objectives import DecoupledPPOLoss
-from torchrl_llm_async.objectives.rloo import ProximalRLOOLoss, ProximalRLOOLossOutput
+from torchrl_llm_async.objectives import (
+    DecoupledPPOLoss,
+    ProximalRLOOLoss,
+    ProximalRLOOLossOutput,
+)
 from torchrl_llm_async.packing import pack_rows, pad_rows
 
 TOLERANCE = 1e-6

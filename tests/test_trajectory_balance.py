@@ -26,10 +26,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchrl_llm_async.modules.scores import TokenScores
-from torchrl_llm_async.objectives.trajectory_balance import (
-    TrajectoryBalanceLoss,
-    trajectory_balance,
-)
+from torchrl_llm_async.objectives import TrajectoryBalanceLoss
+from torchrl_llm_async.objectives.trajectory_balance import trajectory_balance
 from torchrl_llm_async.packing import pack_rows, pad_rows
 
 TOLERANCE = 1e-6
