@@ -58,7 +58,7 @@ def random_trajectories(
 ) -> list[Trajectory]:
     """Ragged trajectories of 2 to ``longest`` tokens, with gaps between the sampled ones.
 
-    Versions lie between ``oldest`` and the newest before :data:`TARGET_VERSION`.
+    Versions lie between ``oldest`` and the newest before :data:`TARGET_VERSION`; -1 is unknown.
     Every row but a share ``empty`` of them has a sampled token. A share ``outliers`` of the tokens
     is where two policies are apart by more than any ratio may be. Rewards are 0, 1 or 2, so ties
     happen.

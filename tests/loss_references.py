@@ -188,12 +188,14 @@ def ppo_diagnostics(trajectories: Sequence[Trajectory], options: dict) -> dict[s
             add("kl_prox_to_behavior", token.weight * k3(token.prox, mu))
             add("kl_to_ref", token.kl.real)
             add("entropy", row.entropy[t])
+            known = row.version[t] >= 0
             lag = TARGET_VERSION - 1 - row.version[t]
             for first, last in ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9)):
                 bucket = f"{first}-{last}" if first < last < 10**9 else f"{first}"
                 bucket += "+" if last == 10**9 else ""
-                add(f"ratio_by_lag/{bucket}", math.exp(theta - mu), first <= lag <= last)
-                add(f"log_ratio_by_lag/{bucket}", abs(theta - mu), first <= lag <= last)
+                inside = known and first <= lag <= last
+                add(f"ratio_by_lag/{bucket}", math.exp(theta - mu), inside)
+                add(f"log_ratio_by_lag/{bucket}", abs(theta - mu), inside)
             add("mismatch_lag_0", abs(token.prox - mu), lag == 0)
     return sums
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torchrl_llm_async.objectives import functional
+from torchrl_llm_async.objectives import functional, values
 
 # Three sequences of 4, 3 and 1 tokens, the second one of which nobody sampled a token of.
 SEGMENT_IDS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
@@ -32,15 +32,16 @@ def noise(seed: int, count: int = TOKENS) -> Tensor:
 
 MU, PROX, REF, ADVANTAGE = (noise(seed) for seed in range(4))
 VERSION = torch.tensor([-1, 5, 3, 0, -1, -1, -1, 4])
+FOLLOWING = values.next_sampled(MASK, SEGMENT_IDS)
 
 
 def each(function: Callable, **options: tuple) -> dict[str, Callable]:
     """The function with every combination of the given options, by a readable name."""
     return {
-        "-".join([function.__name__, *map(str, values)]): partial(
-            function, **dict(zip(options, values, strict=True))
+        "-".join([function.__name__, *map(str, chosen)]): partial(
+            function, **dict(zip(options, chosen, strict=True))
         )
-        for values in product(*options.values())
+        for chosen in product(*options.values())
     }
 
 
@@ -75,6 +76,11 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
         beta=(0.3,),
         label_smoothing=(0.0, 0.2),
     ),
+    "discounted_sum": lambda x: values.discounted_sum(x, FOLLOWING, 0.9),
+    **{
+        name: lambda x, f=f: f(x, MU, ADVANTAGE, MASK).loss
+        for name, f in each(values.clipped_value_loss, clip=(None, 0.5)).items()
+    },
 }
 # Constants of the loss, or counts: compiled all the same.
 WITHOUT_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,6 +109,9 @@ WITHOUT_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
             divide_by_std=(False, True),
         ).items()
     },
+    "next_sampled": lambda x: values.next_sampled(MASK & x.isfinite(), SEGMENT_IDS),
+    "terminal_reward": lambda x: values.terminal_reward(x, MASK, SEGMENT_IDS),
+    "gae": lambda x: values.gae(ADVANTAGE, x, MASK, SEGMENT_IDS, gamma=0.9, lmbda=0.8),
 }
 
 
@@ -110,15 +119,34 @@ def test_every_function_has_its_cases():
     names = {name.split("-")[0] for name in (*DIFFERENTIABLE, *WITHOUT_GRADIENT)}
     public = {
         name
-        for name, value in vars(functional).items()
-        if inspect.isfunction(value) and value.__module__ == functional.__name__
+        for module in (functional, values)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
     }
-    assert names == public
+    assert names == public - {"explained_variance"}  # Of numbers, for the log.
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradcheck(name):
     assert torch.autograd.gradcheck(DIFFERENTIABLE[name], noise(9).requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.clipped_surrogate(MU, x, ADVANTAGE, *LAYOUT).loss,
+        lambda x: functional.clipped_surrogate(x, PROX, ADVANTAGE, *LAYOUT).ratio,
+        lambda x: functional.kl_estimate(MU, x, MASK, "k3"),
+        lambda x: functional.correction_weight(x, *LAYOUT)[0],
+        lambda x: functional.loglinear_log_prob(x, MU, VERSION, 6),
+        lambda x: torch.cat(values.gae(x, MU, MASK, SEGMENT_IDS)),
+        lambda x: torch.cat(values.gae(MU, x, MASK, SEGMENT_IDS)),
+        lambda x: values.clipped_value_loss(MU, x, ADVANTAGE, MASK).loss,
+        lambda x: values.clipped_value_loss(MU, ADVANTAGE, x, MASK).loss,
+    ],
+)
+def test_anchors_weights_and_targets_are_constants(function):
+    assert not function(noise(9).requires_grad_()).requires_grad
 
 
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, *WITHOUT_GRADIENT])

@@ -79,7 +79,7 @@ def test_equals_the_reference_in_every_form(seed, options, form, per_token, outl
 @given(seed=st.integers(0, 2**31), options=OPTIONS, form=st.sampled_from(FORMS))
 def test_diagnostics_equal_the_reference_in_every_form(seed, options, form):
     options |= {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
-    trajectories = random_trajectories(seed, empty=0.0, oldest=0)
+    trajectories = random_trajectories(seed, empty=0.0, oldest=-1)
     loss = DecoupledPPOLoss(TablePolicy(trajectories), **options)
     rows = loss.select(to_batch(trajectories), target_version=TARGET_VERSION)
     totals: dict[str, torch.Tensor] = {}
@@ -102,6 +102,14 @@ def test_diagnostics_equal_the_reference_in_every_form(seed, options, form):
         for name, (total, count) in expected.items()
         if count and name != "behavior_weight_squared"
     )
+
+
+def test_without_versions_there_are_no_diagnostics_by_lag():
+    batch = to_batch(random_trajectories(10))
+    loss = DecoupledPPOLoss(TablePolicy(random_trajectories(10)))
+    assert loss.select(batch) is batch
+    names = set(loss(pad_rows(batch, pad_id=0), normalizer=1.0).diagnostics())
+    assert "ratio" in names and not any("lag" in name for name in names)
 
 
 def fresh(seed: int, **options):
@@ -268,12 +276,17 @@ def test_rows_without_sampled_tokens_count_for_nothing(aggregation):
 
 @pytest.mark.inv7
 def test_equal_rewards_train_nothing():
-    trajectories = [replace(row, advantage=[0.0] * 9) for row in random_trajectories(7)]
+    trajectories = [
+        replace(row, advantage=[0.0] * len(row.theta)) for row in random_trajectories(7)
+    ]
     policy = TablePolicy(trajectories)
+    micro = pad_rows(to_batch(trajectories), pad_id=0)
     for level in ("token", "sequence"):
         loss = DecoupledPPOLoss(policy, ratio_level=level, dual_clip=3.0)
-        backward(loss, [pad_rows(to_batch(trajectories), pad_id=0)], 1.0)
+        backward(loss, [micro], 1.0)
         assert policy.log_probs.grad.eq(0).all()
+        output = loss(micro, normalizer=1.0)
+        assert output.clip_fraction_low[0] == output.clip_fraction_high[0] == 0
 
 
 @pytest.mark.inv7
