@@ -17,6 +17,21 @@ from torch.nn import functional as F
 
 EntropyMode = Literal["off", "detached", "differentiable"]
 
+ATTENTION_MASK: NestedKey = ("masks", "all_attention_mask")
+SEGMENT_IDS: NestedKey = ("packing", "segment_ids")
+
+# What a wrapper must be like to score given tokens.
+WRAPPER_OPTIONS = {
+    "generate": (False,),
+    # Text and history are tokenised anew, into other tokens than were sampled.
+    "input_mode": ("tokens",),
+    # torchrl 0.14.1 lets packed tokens see those behind them.
+    "pad_model_input": (True,),
+    # torchrl 0.14.1 looks for log-probs among what has none.
+    "inplace": (True, "empty"),
+    "num_samples": (None,),
+}
+
 
 class TokenScores(NamedTuple):
     """Scores of tokens, each of shape [N, T]; 0 at positions not asked for.
@@ -70,6 +85,13 @@ def score_tokens(
             generates, or reads other things than tokens.
         TypeError: the actor is neither.
         KeyError: the micro-batch lacks tokens or attention mask.
+        NotImplementedError: from a wrapper without logits, as vLLM's is.
+
+    Examples:
+        A wrapper that generates becomes an actor, which shares its weights and temperature, by
+
+        >>> as_actor = {"generate": False, "input_mode": "tokens", "input_key": ("tokens", "full")}
+        >>> loss = DecoupledPPOLoss(wrapper.get_new_version(**as_actor))  # doctest: +SKIP
     """
     if hasattr(actor, "score"):
         return actor.score(micro, mask=mask, entropy=entropy, values=values)
@@ -79,20 +101,27 @@ def score_tokens(
     rows, place = _one_sequence_per_row(tokens, segments, actor.in_keys[0])
     # The default padding side of TransformersWrapper.get_dist is not that of its own rows.
     logits = actor.get_dist(rows, mask_key=ATTENTION_MASK, padding_side="left").logits
-    logits = logits.flatten(0, 1)[place[scored]]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    log_probs = logits.log_softmax(-1)
-    scores = [log_probs.gather(-1, tokens[scored].unsqueeze(-1)).squeeze(-1)]
-    if entropy != "off":
-        log_probs = log_probs.detach() if entropy == "detached" else log_probs
-        scores.append(-(log_probs.exp() * log_probs).sum(-1))
+    scores = score_logits(logits.flatten(0, 1)[place[scored]], tokens[scored], temperature, entropy)
     return TokenScores(
         *(score.new_zeros(tokens.shape).masked_scatter(scored, score) for score in scores)
     )
 
 
-ATTENTION_MASK: NestedKey = ("masks", "all_attention_mask")
-SEGMENT_IDS: NestedKey = ("packing", "segment_ids")
+def score_logits(
+    logits: Tensor, targets: Tensor, temperature: float, entropy: EntropyMode
+) -> tuple[Tensor, ...]:
+    """Log-probs of targets (M,), and entropies if they are asked for, from logits (M, vocab).
+
+    In float32 at least: log-probs in bfloat16 are too coarse for importance ratios.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_probs = (logits / temperature).log_softmax(-1)
+    chosen = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    if entropy == "off":
+        return (chosen,)
+    if entropy == "detached":
+        log_probs = log_probs.detach()
+    return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
 
 def read_sequences(
@@ -147,13 +176,19 @@ def _check_wrapper(actor: TensorDictModuleBase, values: bool) -> float:
             f"{name} has no critic: values take a TorchtuneActor whose decoder has a value head "
             "(torchrl_llm_async.modules.add_value_head)."
         )
-    if actor.generate or actor.input_mode != "tokens":
+    wrong = [
+        f"{option}={value!r}"
+        for option, accepted in WRAPPER_OPTIONS.items()
+        if (value := getattr(actor, option, accepted[0])) not in accepted
+    ]
+    if wrong:
         raise ValueError(
-            f"{name} has generate={actor.generate} and input_mode={actor.input_mode!r}; losses "
-            "need one that scores the very tokens that were sampled: "
-            "wrapper.get_new_version(generate=False, input_mode='tokens', "
-            "input_key=('tokens', 'full'))."
+            f"{name} has {', '.join(wrong)}; a loss needs one that scores the very tokens that "
+            "were sampled: wrapper.get_new_version(generate=False, input_mode='tokens', "
+            "input_key=('tokens', 'full'), inplace=True, num_samples=None)."
         )
+    if getattr(actor, "tokenizer", actor) is None:
+        raise ValueError(f"{name} has tokenizer=None; it takes one to know what padding is.")
     temperature = getattr(actor, "generate_kwargs", {}).get("temperature", 1.0)
     if not temperature > 0:
         raise ValueError(
