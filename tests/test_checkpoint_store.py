@@ -114,10 +114,44 @@ def test_a_damaged_one_is_passed_over(damage, message: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=message):
         CheckpointStore.verified(bad)
     assert store.newest() == good
-    # It doesn't crowd out good ones either.
+
+
+@pytest.mark.parametrize("found_by", ["newest", "another process"])
+def test_a_damaged_one_crowds_out_no_good_one(found_by: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 10)
+    flip(write(store, 20) / "b" / "c")
+    if found_by == "newest":
+        assert store.newest().name == "step_00010"
+    else:
+        store = CheckpointStore(tmp_path, keep=2)
     write(store, 30)
+    assert names(store) == ["step_00010", "step_00020", "step_00030"]
     assert store.newest().name == "step_00030"
-    assert len(names(store)) == 2
+    flip(tmp_path / "step_00030" / "b" / "c")
+    assert store.newest().name == "step_00010"
+    write(store, 40)
+    assert names(store) == ["step_00010", "step_00020", "step_00030", "step_00040"]
+    write(store, 50)  # Two good ones are newer than the damaged ones.
+    assert names(store) == ["step_00040", "step_00050"]
+
+
+def test_what_it_has_seen_to_be_good_it_does_not_read_again(tmp_path: Path, monkeypatch) -> None:
+    for version in (10, 20):
+        write(CheckpointStore(tmp_path, keep=3), version)
+    store, read = CheckpointStore(tmp_path, keep=3), []
+    digest = hashlib.file_digest
+
+    def note(stream, name: str):
+        read.append(Path(stream.name).relative_to(tmp_path).parts[0])
+        return digest(stream, name)
+
+    monkeypatch.setattr("hashlib.file_digest", note)
+    write(store, 30)
+    assert {"step_00010", "step_00020"} < set(read)
+    read.clear()
+    write(store, 40)
+    assert set(read) == {"step_00040.part"}
 
 
 def test_any_flipped_bit_leaves_a_good_one(tmp_path: Path) -> None:

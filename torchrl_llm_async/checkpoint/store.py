@@ -28,7 +28,7 @@ class CheckpointStore:
 
     Args:
         root: folder, made if missing; the store's alone. One process writes into it at a time.
-        keep: checkpoints that stay.
+        keep: good checkpoints that stay; damaged ones go when so many newer ones are there.
 
     Raises:
         ValueError: ``keep`` < 1.
@@ -47,6 +47,7 @@ class CheckpointStore:
             raise ValueError(f"keep is {keep}; it must be at least 1")
         self.root = Path(root)
         self.keep = keep
+        self._good: dict[Path, bool] = {}  # what was found when it was last looked at
 
     def begin(self, version: int) -> Path:
         """An empty folder to write the checkpoint of ``version`` into."""
@@ -61,7 +62,10 @@ class CheckpointStore:
         return folder
 
     def commit(self, version: int) -> Path:
-        """Makes what was written since :meth:`begin` a checkpoint, and removes the oldest.
+        """Makes what was written since :meth:`begin` a checkpoint, and removes those now too many.
+
+        Of earlier ones whose state this store has not looked at before, as they are of another
+        process, the newest are read for it.
 
         Raises:
             OSError: the disk is full or gone; the checkpoints before are as they were.
@@ -85,18 +89,34 @@ class CheckpointStore:
             final = self.root / f"step_{version:05d}-{again}"
         part.rename(final)
         _sync(self.root)
-        for _, old in sorted(self._committed(), reverse=True)[self.keep :]:
-            shutil.rmtree(old.rename(old.with_name(old.name + ".old")))
+        self._good[final] = True
+        self._prune()
         return final
+
+    def _prune(self) -> None:
+        good = 0
+        for _, folder in sorted(self._committed(), reverse=True):
+            if good == self.keep:
+                shutil.rmtree(folder.rename(folder.with_name(folder.name + ".old")))
+                self._good.pop(folder, None)
+            elif self._good.get(folder, False) or (folder not in self._good and self._try(folder)):
+                good += 1
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is good, or None; those passed over are logged."""
-        for _, folder in sorted(self._committed(), reverse=True):
-            try:
-                return self.verified(folder)
-            except ValueError as error:
-                torchrl_logger.warning(f"{error}; looking for an earlier one")
-        return None
+        folders = (folder for _, folder in sorted(self._committed(), reverse=True))
+        return next(filter(self._try, folders), None)
+
+    def _try(self, folder: Path) -> bool:
+        """Whether it is a good checkpoint."""
+        try:
+            self.verified(folder)
+        except ValueError as error:
+            torchrl_logger.warning(f"{error}; looking for an earlier one")
+            self._good[folder] = False
+        else:
+            self._good[folder] = True
+        return self._good[folder]
 
     @staticmethod
     def verified(folder: Path) -> Path:
