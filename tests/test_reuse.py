@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -132,8 +133,13 @@ def test_chances_are_those_of_the_rewards():
 
 
 def test_rewards_far_apart_are_no_trouble():
-    groups = [(0, 0, 0.0), (1, 0, 5000.0), (2, 0, -5000.0)]
-    assert choose_reused(groups, 2, by="reward", generator=torch.Generator()) == [0, 1]
+    """Wherever they stand the best are drawn, although few of their exp(reward) can be written."""
+    for rewards in itertools.permutations([0.0, 1000.0, 5000.0, -5000.0, 100.0]):
+        groups = [(group_id, 0, reward) for group_id, reward in enumerate(rewards)]
+        for count in range(1, 5):
+            best = sorted(range(5), key=lambda group_id, of=rewards: of[group_id])[-count:]
+            drawn = choose_reused(groups, count, by="reward", generator=torch.Generator())
+            assert drawn == sorted(best)
 
 
 def test_the_reward_s_key_may_be_nested_anywhere():

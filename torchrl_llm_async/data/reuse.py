@@ -44,9 +44,9 @@ def choose_reused(
         groups = sorted(groups, key=lambda group: (group[1], group[0]))[-count:]
     elif len(groups) > count:
         rewards = torch.tensor([reward for _, _, reward in groups], dtype=torch.float64)
-        chances = (rewards if by == "reward" else torch.zeros_like(rewards)).softmax(0)
-        # Gumbel's trick, in logarithms: exp(reward) of very different rewards may be 0.
+        logits = rewards if by == "reward" else torch.zeros_like(rewards)
+        # Gumbel's trick needs logits only: exp(reward) of very different rewards would be 0 or inf.
         noise = -torch.rand(len(groups), dtype=torch.float64, generator=generator).log()
-        order = (chances.log() - noise.log()).topk(count).indices
+        order = (logits - noise.log()).topk(count).indices
         groups = [groups[index] for index in order.tolist()]
     return sorted(group_id for group_id, _, _ in groups)
