@@ -263,25 +263,34 @@ def test_messages_about_a_dropped_group_may_cross():
         controller.admit(group_id)
     assert controller.drop(0, "stale") and not controller.finish(0)
     assert controller.finish(1) and controller.drop(1, "stale")
-    assert not controller.reject(1, "stale") and not controller.drop(1, "stale")
-    assert controller.reject(2, "crash") and not controller.drop(2, "stale")
-    assert not controller.reject(2, "stale")
-    with pytest.raises(ValueError, match="not running"):
-        controller.reject(0, "crash")  # its producer has ended it
+    assert controller.reject(2, "crash")
+    for group_id in range(3):
+        assert not controller.drop(group_id, "stale")
+        with pytest.raises(ValueError, match="not running"):
+            controller.reject(group_id, "crash")  # its producer has ended it
     assert controller.ledger() == dict(submitted=3, running=0, accepted=0, rejected=1, dropped=2)
 
 
-def test_refunded_groups_are_forgotten_once_no_message_can_mention_them():
+@pytest.mark.inv4
+def test_a_drop_refunds_the_group_it_names_and_no_other():
+    """However late it comes, and whatever has been forgotten of the group meanwhile."""
     controller = StalenessController(groups_per_step=2, max_staleness=1)
     for group_id in range(400):
         controller.admit(group_id)
-        controller.reject(group_id, "crash")
         if group_id % 2:
+            controller.finish(group_id)
             controller.serve(group_id // 2 + 1)
-    assert len(controller.state_dict()["refunded"]) == 2  # of the version before
-    version = controller.served_version
-    assert not controller.drop(2 * (version - 1), "stale")  # as the next step may do
-    assert controller.ledger()["rejected"] == 400 and controller.capacity() == 2 * (version + 2)
+        else:
+            controller.reject(group_id, "crash")
+    ledger, capacity = controller.ledger(), controller.capacity()
+    assert ledger["accepted"] == ledger["rejected"] == 200
+    assert len(controller.state_dict()["droppable"]) == 1  # of the version before
+    for group_id in range(399):
+        assert not controller.drop(group_id, "stale")
+    assert controller.ledger() == ledger and controller.capacity() == capacity
+    assert controller.drop(399, "stale")
+    assert controller.ledger() == {**ledger, "accepted": 199, "dropped": 1}
+    assert controller.capacity() == capacity + 1
 
 
 def test_another_batch_size_leaves_the_room_of_groups_in_flight():

@@ -30,6 +30,7 @@ class StalenessController:
     before that) or *dropped* (given up by the consumer). The last two are refunded: others may be
     admitted in their place. All methods may be called from any thread. Consumer and producer may
     both end a group, in messages that cross: the later call returns False and changes nothing.
+    A drop by the step of a group's deadline has to come before the version that this step makes.
 
     Args:
         groups_per_step: groups one training step consumes, B.
@@ -68,13 +69,12 @@ class StalenessController:
         self.total_steps = total_steps
         self._lock = threading.Lock()
         self._served_version = 0
-        self._last_admitted: int | None = None
+        self._last_admitted = -1
         self._running: dict[int, int] = {}  # start version by id
-        # Refunded, and may be heard of again: from the producer, or from the consumer.
-        self._dropped: set[int] = set()
-        self._refunded: dict[int, int] = {}  # start version by id
+        self._dropped: set[int] = set()  # whose producer has not told of their end yet
+        self._droppable: dict[int, int] = {}  # accepted; start version by id
         self._submitted = self._accepted = 0
-        self._rebased = 0  # added to the groups counted, since B was another before a resume
+        self._rebased = 0  # added to the groups counted, as B was another before a resume
         self._reasons: Counter[tuple[str, str]] = Counter()  # of refunds, by (state, reason)
 
     @property
@@ -92,9 +92,9 @@ class StalenessController:
             if version < self._served_version:
                 raise ValueError(f"version {version} cannot be served after {self._served_version}")
             self._served_version = version
-            # The step of a group's deadline may drop it, but not after it has published.
+            # The others were consumed: the step of their deadline is behind this version.
             due = version - self.max_staleness
-            self._refunded = {i: start for i, start in self._refunded.items() if start >= due}
+            self._droppable = {i: start for i, start in self._droppable.items() if start >= due}
 
     def capacity(self) -> int:
         """Number of groups that may be admitted now."""
@@ -105,7 +105,7 @@ class StalenessController:
         """Admits a group.
 
         Args:
-            group_id: larger than that of every group admitted before.
+            group_id: 0 or more, and larger than that of every group admitted before.
 
         Returns:
             The group's start version: the version served now.
@@ -121,7 +121,7 @@ class StalenessController:
                     f"max_staleness={self.max_staleness}, total_steps={self.total_steps}; wait "
                     "until capacity() is positive"
                 )
-            if self._last_admitted is not None and group_id <= self._last_admitted:
+            if group_id <= self._last_admitted:
                 raise ValueError(
                     f"group id {group_id} is a duplicate or out of order: the last one was "
                     f"{self._last_admitted}; take ids from one increasing counter"
@@ -138,9 +138,9 @@ class StalenessController:
             ValueError: the group is not running.
         """
         with self._lock:
-            if self._was_refunded(group_id):
+            if self._was_dropped(group_id):
                 return False
-            self._leave_running(group_id, "finished")
+            self._droppable[group_id] = self._leave_running(group_id, "finished")
             self._accepted += 1
             return True
 
@@ -153,29 +153,29 @@ class StalenessController:
             ValueError: the group is not running.
         """
         with self._lock:
-            if self._was_refunded(group_id):
+            if self._was_dropped(group_id):
                 return False
-            self._refunded[group_id] = self._leave_running(group_id, "rejected")
+            self._leave_running(group_id, "rejected")
             self._reasons["rejected", reason] += 1
             return True
 
     def drop(self, group_id: int, reason: str) -> bool:
         """Records that the consumer gave up a running or accepted group, and refunds it.
 
-        Accepted groups are not told apart: dropping one that was consumed is the caller's error.
+        False if it was refunded before, or was accepted and its deadline is past.
 
         Raises:
-            ValueError: the group is not running, and none is accepted.
+            ValueError: the group was never admitted.
         """
         with self._lock:
-            if group_id in self._refunded or group_id in self._dropped:
-                return False
-            if group_id not in self._running and self._accepted:
+            if group_id in self._droppable:
+                del self._droppable[group_id]
                 self._accepted -= 1
-                self._refunded[group_id] = self._served_version  # it began at that, or before
-            else:
+            elif group_id in self._running or group_id > self._last_admitted:
                 self._leave_running(group_id, "dropped")
                 self._dropped.add(group_id)
+            else:
+                return False
             self._reasons["dropped", reason] += 1
             return True
 
@@ -202,7 +202,7 @@ class StalenessController:
                 "served_version": self._served_version,
                 "last_admitted": self._last_admitted,
                 "running": list(map(list, self._running.items())),
-                "refunded": list(map(list, self._refunded.items())),
+                "droppable": list(map(list, self._droppable.items())),
                 "dropped": sorted(self._dropped),
                 "submitted": self._submitted,
                 "accepted": self._accepted,
@@ -221,7 +221,7 @@ class StalenessController:
             self._served_version = state["served_version"]
             self._last_admitted = state["last_admitted"]
             self._running = dict(map(tuple, state["running"]))
-            self._refunded = dict(map(tuple, state["refunded"]))
+            self._droppable = dict(map(tuple, state["droppable"]))
             self._dropped = set(state["dropped"])
             self._submitted, self._accepted = state["submitted"], state["accepted"]
             self._rebased = state["rebased"]
@@ -235,11 +235,10 @@ class StalenessController:
         counted = len(self._running) + self._accepted + self._rebased
         return max(steps * self.groups_per_step - counted, 0)  # less, if bounds have shrunk
 
-    def _was_refunded(self, group_id: int) -> bool:
-        if group_id not in self._dropped:
-            return group_id in self._refunded
-        self._dropped.remove(group_id)  # a producer ends a group once
-        return True
+    def _was_dropped(self, group_id: int) -> bool:
+        was_dropped = group_id in self._dropped
+        self._dropped.discard(group_id)  # a producer ends a group once
+        return was_dropped
 
     def _leave_running(self, group_id: int, verb: str) -> int:
         if group_id not in self._running:
