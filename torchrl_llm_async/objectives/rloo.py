@@ -74,6 +74,11 @@ class ProximalRLOOLoss(GroupLoss):
         clip_epsilon (float or pair of float): :math:`\epsilon`, or
             :math:`(\epsilon_l, \epsilon_h)`.
 
+    Two things differ from TRL's ``RLOOTrainer``, whose clipping has the same default. The ratio is
+    over :math:`\mu`, the log-probs that the engine recorded, instead of the trainer's own weights
+    at the start of the step: those would leave stale data without a correction. And the reward
+    is taken as it comes, where TRL deducts 0.05 times the log-ratio to a reference.
+
     Raises:
         ValueError: for an option out of range, naming it.
 
