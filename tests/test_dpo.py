@@ -47,7 +47,7 @@ def all_pairs(trajectories) -> list[tuple[int, int]]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     options=OPTIONS,
@@ -77,7 +77,7 @@ def test_equals_the_reference_in_every_form(seed, options, form, pairing, outlie
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), cap=st.sampled_from([None, 1.1]), form=st.sampled_from(FORMS))
 def test_diagnostics_in_every_form(seed, cap, form):
     trajectories = random_trajectories(seed, rows=9, group_size=3, empty=0.0)

@@ -49,7 +49,7 @@ def assert_close(value, expected) -> None:
     np.testing.assert_allclose(value, expected, rtol=1e-9, atol=TOLERANCE)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     options=OPTIONS,
@@ -75,7 +75,7 @@ def test_equals_the_reference_in_every_form(seed, options, form, per_token, outl
     assert_close(flat(policy.gradients("entropy")), flat(by_entropy))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), options=OPTIONS, form=st.sampled_from(FORMS))
 def test_diagnostics_equal_the_reference_in_every_form(seed, options, form):
     options |= {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
