@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import subprocess
 import sys
+import threading
 
 import pytest
 from scripted import (
@@ -23,6 +25,7 @@ from torchrl_llm_async.collectors.env_pool import EpisodeError
 from torchrl_llm_async.data import RejectEqualRewards, StalenessReplayBuffer
 from torchrl_llm_async.engines import (
     EngineDeadError,
+    Generation,
 )
 
 
@@ -263,6 +266,85 @@ def test_a_dead_engine_reaches_the_trainer(make_collector):
     make_collector(engine=ScriptedEngine(die_after=2), replay_buffer=buffer).start()
     with pytest.raises(EngineDeadError, match="as told"):
         buffer.sample(timeout=30)
+
+
+def dropping_collector(make_collector, engine, steps):
+    """A collector and its buffer, which drops the groups that are late."""
+    buffer = make_buffer(on_stale="drop", on_drop=lambda *group: collector.drop(*group))
+    collector = make_collector(engine=engine, replay_buffer=buffer, total_steps=steps)
+    collector.start()
+    return collector, buffer
+
+
+class SlowlyAborting(ScriptedEngine):
+    """Told to, it aborts an answer of group 0; the group's others take until they are let go."""
+
+    async def start(self):
+        self.loop = asyncio.get_running_loop()
+        self.abort, self.let_go = asyncio.Event(), asyncio.Event()
+        self.is_aborting = threading.Event()
+        await super().start()
+
+    async def generate(self, prompt_ids, sampling, *, request_id, **options):
+        if request_id.startswith("0-0-"):
+            await self.abort.wait()
+            return Generation([20], [-0.5], [0], "abort")
+        if request_id.startswith("0-"):
+            try:
+                await asyncio.Event().wait()
+            finally:  # As where the abort has to reach a server.
+                self.is_aborting.set()
+                await self.let_go.wait()
+        return await super().generate(prompt_ids, sampling, request_id=request_id, **options)
+
+    def do(self, event):
+        self.loop.call_soon_threadsafe(event.set)
+
+
+@pytest.mark.inv4
+def test_a_group_that_is_dropped_while_it_fails_is_refunded_once(make_collector):
+    engine = SlowlyAborting()
+    collector, buffer = dropping_collector(make_collector, engine, steps=4)
+    for step in range(4):
+        if step == 1:  # the deadline of group 0
+            engine.do(engine.abort)
+            assert engine.is_aborting.wait(20)
+        buffer.sample(timeout=20)
+        if step == 1:
+            collector.cut()  # which comes behind the drop
+            engine.do(engine.let_go)
+        collector.serve_weights("unread", version=step + 1).result(20)
+    stats = collector.stats()
+    assert (stats["accepted"], stats["rejected"], stats["dropped"]) == (8, 0, 1)
+    assert buffer.ledger()["consumed"] == 8
+
+
+class Stuck(ScriptedEngine):
+    """Never gives the third token of one of group 1's answers."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_stuck = threading.Event()
+
+    async def _before_token(self, request_id, answer):
+        await super()._before_token(request_id, answer)
+        if request_id.startswith("1-1-") and len(answer.token_ids) == 2:
+            self.is_stuck.set()
+            await asyncio.Event().wait()
+
+
+@pytest.mark.inv4
+def test_tokens_of_groups_that_are_dropped_are_counted(make_collector):
+    engine = Stuck()
+    collector, buffer = dropping_collector(make_collector, engine, steps=3)
+    for step in range(3):
+        assert engine.is_stuck.wait(20)
+        buffer.sample(timeout=20)
+        collector.serve_weights("unread", version=step + 1).result(20)
+    stats = collector.stats()
+    assert stats["dropped"] == 1
+    assert stats["discarded_tokens"] == 3 + 2 + 3
+    assert engine.sampled == stats["sampled_tokens"] + stats["discarded_tokens"]
 
 
 @pytest.mark.inv5

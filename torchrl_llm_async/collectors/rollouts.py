@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -69,6 +69,13 @@ class _Group:
             "problem": pack_problem(self.problem),
             "members": [members.get(index, []) for index in range(max(members, default=-1) + 1)],
         }
+
+    def sampled_tokens(self, engine: EnginePool) -> int:
+        """Of all its members, those under way included as far as they have come."""
+        under_way = [self.begun[index] for index in self.begun.keys() - self.finished.keys()]
+        return _sampled_tokens(self.finished.values()) + sum(
+            progress.sampled_tokens(engine) for progress in under_way
+        )
 
     @classmethod
     def restored(cls, state: Tree, tokenizer: PreTrainedTokenizerBase) -> _Group:
@@ -247,6 +254,8 @@ class Rollouts:
             if others is not None:
                 raise others from None
             failure = failures.exceptions[0]
+        if self._groups.get(group.id) is not group:
+            return  # Dropped while it failed: a task group that aborts swallows the cancellation.
         trajectories = [group.finished[index] for index in sorted(group.finished)]
         if failure is None:
             self._judge(group.id, trajectories)
@@ -257,20 +266,22 @@ class Rollouts:
 
     async def _member(self, group: _Group, index: int, expected_tokens: int | None) -> None:
         progress = group.begun.setdefault(index, Progress())
-        group.finished[index] = await run_episode(
-            self.engine,
-            self._envs,
-            group.problem,
-            sampling=self.config.sampling,
-            max_turns=self.config.max_turns,
-            seed=self.config.seed,
-            group_id=group.id,
-            index=index,
-            start_version=group.start_version,
-            expected_tokens=expected_tokens,
-            progress=progress,
-        )
-        self.stats.discarded_tokens += progress.discarded
+        try:
+            group.finished[index] = await run_episode(
+                self.engine,
+                self._envs,
+                group.problem,
+                sampling=self.config.sampling,
+                max_turns=self.config.max_turns,
+                seed=self.config.seed,
+                group_id=group.id,
+                index=index,
+                start_version=group.start_version,
+                expected_tokens=expected_tokens,
+                progress=progress,
+            )
+        finally:
+            self.stats.discarded_tokens += progress.discarded
 
     def _judge(self, group_id: int, trajectories: list[Trajectory]) -> None:
         """Hands a complete group on, unless the filter objects."""
@@ -284,9 +295,8 @@ class Rollouts:
             self._reject(group_id, reason, trajectories)
             return
         self._in_a_row.clear()
-        self._groups.pop(group_id, None)
-        if not self.controller.finish(group_id):  # dropped in the meantime
-            return
+        del self._groups[group_id]
+        self.controller.finish(group_id)
         self.stats.groups += 1
         self.stats.samples += len(trajectories)
         self.stats.sampled_tokens += _sampled_tokens(trajectories)
@@ -306,9 +316,8 @@ class Rollouts:
 
     def _reject(self, group_id: int, reason: str, finished: list[Trajectory]) -> None:
         """Refunds a group; raises if that has gone on for too long."""
-        self._groups.pop(group_id, None)
-        if not self.controller.reject(group_id, reason):  # dropped in the meantime
-            return
+        del self._groups[group_id]
+        self.controller.reject(group_id, reason)
         self.stats.rejected_tokens += _sampled_tokens(finished)
         # Before its refund lets another group be announced in its place.
         self._send(("rejected", group_id, reason, self.snapshot()))
@@ -381,6 +390,7 @@ class Rollouts:
         self.controller.drop(group_id, reason)
         group = self._groups.pop(group_id, None)
         if group is not None:
+            self.stats.discarded_tokens += group.sampled_tokens(self.engine)
             if group.task is not None:
                 group.task.cancel()
             self.controller.reject(group_id, reason)  # Cancelled, it will not tell of its end.
@@ -471,5 +481,5 @@ class Rollouts:
         self._threads.close()
 
 
-def _sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
+def _sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
     return sum(int(trajectory.sampled.sum()) for trajectory in trajectories)

@@ -77,6 +77,8 @@ class RolloutStats:
     resubmitted: int = 0
     given_up: int = 0
     kept_tokens: int = 0
+    # Sampled in vain: by an engine that died, for groups dropped before they were complete, and
+    # where a conversation taken up in a resumed run went another way.
     discarded_tokens: int = 0
     # The ledger: always submitted = running + accepted + rejected + dropped.
     submitted: int = 0

@@ -73,12 +73,19 @@ class Progress:
         self._next += 1
         self.request_id = None
 
-    def state(self, engine: GenerationEngine) -> Tree:
-        """All turns, the one that is under way included as far as it has come."""
+    def sampled_tokens(self, engine: GenerationEngine) -> int:
+        """Of all turns, the one that is under way included as far as it has come."""
+        return sum(len(answer.token_ids) for _, answer in self._so_far(engine))
+
+    def _so_far(self, engine: GenerationEngine) -> list[tuple[str, Generation]]:
         turns = list(self._turns)
         if self.request_id is not None:
             begun = engine.partial_answer(self.request_id)
             turns[self._next :] = [] if begun is None else [(self._context, begun)]
+        return turns
+
+    def state(self, engine: GenerationEngine) -> Tree:
+        """All turns, the one that is under way included as far as it has come."""
         return [
             {
                 "context": context,
@@ -88,7 +95,7 @@ class Progress:
                 "versions": np.asarray(answer.versions, dtype=np.int64),
                 "finish_reason": answer.finish_reason,
             }
-            for context, answer in turns
+            for context, answer in self._so_far(engine)
         ]
 
     @classmethod
