@@ -120,8 +120,9 @@ def test_takes_the_first_of_the_best(rewards):
 def test_equal_rewards_leave_nothing():
     trajectories = [replace(row, reward=1.0) for row in random_trajectories(1)]
     loss = BestOfNLoss(TablePolicy(trajectories))
-    rows = loss.select(to_batch(trajectories))
-    assert len(rows) == 0 and loss.groups_tied == 3
+    for _ in range(2):  # The count is of one call.
+        rows = loss.select(to_batch(trajectories))
+        assert len(rows) == 0 and loss.groups_tied == 3
     assert loss.denominator(rows) == 0
 
 

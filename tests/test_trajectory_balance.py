@@ -291,15 +291,25 @@ GROUPS = torch.tensor([0, 0, 0, 2, 2, 2])
 REWARD = torch.linspace(-1, 1, 6, dtype=torch.float64)
 
 
+LOG_RATIO = torch.linspace(2, -1, 6, dtype=torch.float64)
+
+
 def residuals(log_ratio: Tensor) -> Tensor:
     return trajectory_balance(log_ratio, REWARD, VALID, GROUPS, 3, beta=0.3).residual
 
 
 def test_residuals_of_a_group_sum_to_zero():
-    residual = residuals(torch.linspace(2, -1, 6, dtype=torch.float64))
-    assert residual[~VALID].eq(0).all()
+    residual, log_z = trajectory_balance(LOG_RATIO, REWARD, VALID, GROUPS, 3, beta=0.3)
+    assert residual[~VALID].eq(0).all() and log_z[~VALID].eq(0).all()
     for group in (GROUPS == 0, GROUPS == 2):
         assert abs(residual[group].sum()) < 1e-12
+        assert len(log_z[group & VALID].unique()) == 1
+
+
+def test_gradcheck():
+    assert torch.autograd.gradcheck(
+        lambda x: residuals(x).square().sum(), LOG_RATIO.clone().requires_grad_()
+    )
 
 
 def test_compiles_into_one_graph(monkeypatch):
@@ -308,8 +318,7 @@ def test_compiles_into_one_graph(monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(residuals, fullgraph=True, backend=counter)
-    start = torch.linspace(2, -1, 6, dtype=torch.float64)
-    eager, other = (start.clone().requires_grad_() for _ in range(2))
+    eager, other = (LOG_RATIO.clone().requires_grad_() for _ in range(2))
     residuals(eager).square().sum().backward()
     compiled(other).square().sum().backward()
     assert counter.frame_count == 1 and counter.op_count > 0
