@@ -124,8 +124,10 @@ def test_a_pair_of_equals_has_no_gradient(loss_type, form):
     trajectories = random_trajectories(0, empty=0.0)
     policy = TablePolicy(trajectories)
     loss = OnlineDPOLoss(policy, loss_type=loss_type)
-    backward(loss, [form(to_batch(trajectories)[[0, 0]], pad_id=0)], 1.0)
+    micro = form(to_batch(trajectories)[[0, 0]], pad_id=0)
+    backward(loss, [micro], 1.0)
     assert policy.log_probs.grad.abs().max() < 1e-12
+    assert loss(micro, normalizer=1.0).preference_accuracy[0] == 0  # Neither is preferred.
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.25])
@@ -303,4 +305,5 @@ def test_documented_defaults():
     assert (loss.beta, loss.loss_type, loss.label_smoothing) == (0.1, "sigmoid", 0.0)
     assert (loss.pairing, loss.max_pairs_per_group) == ("best_worst", None)
     assert loss.importance_cap is None and loss.needs_reference
+    assert (loss.groups_selected, loss.groups_tied) == (0, 0)
     assert functional.preference_loss(torch.zeros(1)).item() == pytest.approx(math.log(2))
