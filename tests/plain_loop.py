@@ -87,7 +87,9 @@ def hf_names(model):
 def train_step(cfg, rows, model, loss, optimizer, pad_id):
     """One optimizer update per minibatch; the loss, averaged over them."""
     minibatches = []
-    for part in rows.split(len(rows) // cfg.minibatches_per_step):
+    groups = torch.arange(len(rows)).reshape(-1, cfg.group_size)
+    for first in range(cfg.minibatches_per_step):
+        part = rows[groups[first :: cfg.minibatches_per_step].flatten()]
         chosen = loss.select(part, target_version=int(rows[0]["group", "start_version"]) + 1)
         lengths = [len(row["tokens", "full"]) for row in chosen.unbind(0)]
         (plan,) = plan_micro_batches(lengths, world_size=1, token_budget=cfg.micro_batch_tokens)

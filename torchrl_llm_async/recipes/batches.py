@@ -101,15 +101,19 @@ class BatchFeed:
         rows, info = self._buffer.sample(return_info=True)
         self.group_ids = info["group_ids"]
         waited = time.perf_counter() - start
-        figures = _figures(rows) | {
+        # Those that are reused come behind, and have been reported.
+        fresh = rows[: len(self.group_ids) * self._group_size]
+        figures = _figures(fresh) | {
             "trainer_waited_s": waited,
             "trained_tokens": 0,
             "groups_tied": 0,
         }
         shares = [StepBatch([], figures) for _ in range(self._world_size)]
         groups = torch.arange(len(rows)).reshape(-1, self._group_size)
-        for indices in groups.tensor_split(self._minibatches):
-            part = rows[indices.flatten()]
+        for first in range(self._minibatches):
+            # They are in the order of age, fresh ones before reused ones: each update gets some of
+            # all. One after the other, the last updates would be off-policy and the first not.
+            part = rows[groups[first :: self._minibatches].flatten()]
             chosen = self._loss.select(part, target_version=self._buffer.consumer_version)
             figures["groups_tied"] += self._loss.groups_tied
             if len(chosen) == 0:
@@ -137,8 +141,11 @@ class BatchFeed:
 
 
 def _figures(rows: TensorDictBase) -> dict[str, float]:
-    """Means over the step's trajectories, and its token counts."""
-    rewards = torch.stack([row["next", "reward"] for row in rows.unbind(0)])
+    """Means over trajectories, rewards as the environment gave them, and counts of tokens."""
+    # Beside a raw reward, the other one is shaped (see objectives.GroupAdvantage).
+    raw = ("next", "raw_reward")
+    key = raw if raw in rows.keys(include_nested=True) else ("next", "reward")
+    rewards = torch.stack([row[key] for row in rows.unbind(0)])
     truncated = torch.stack([row["next", "truncated"] for row in rows.unbind(0)])
     sampled = sum(int(row["masks", "all_assistant_mask"].sum()) for row in rows.unbind(0))
     return {
