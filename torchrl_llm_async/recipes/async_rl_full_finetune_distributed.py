@@ -301,6 +301,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         logged = ("lag_", "groups_", "flight_", "queue_", "rejected/", "dropped/", "discarded_")
         metrics |= {k: v for k, v in self._buffer.stats().items() if k.startswith(logged)}
         before, self._collected = self._collected, self._collector.stats()
+        # The buffer's are of groups that came after they were dropped; most don't come.
+        metrics["discarded_tokens"] += self._collected["discarded_tokens"]
         gained = {key: value - before.get(key, 0) for key, value in self._collected.items()}
         metrics |= {
             "generation_tokens_per_s": gained["sampled_tokens"] / max(gained["elapsed_s"], 1e-9),
