@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_runs import CONFIG, ROOT, finish, launch, metrics, succeed, tune_run
+from whole_runs import CONFIG, ROOT, finish, launch, metrics, on_ranks, succeed, tune_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.recipe]
 
@@ -98,7 +98,7 @@ class Run:
 
     def go_on(self) -> subprocess.Popen:
         return launch(
-            *("tune-async", "run", "--nproc_per_node", "2", "async_rl_full_finetune_distributed"),
+            *("tune-async", "run", *on_ranks(2), "async_rl_full_finetune_distributed"),
             *("--config", "arithmetic_ppo", "output_dir=out"),
             "loss._component_=torchrl_llm_async.objectives.OnlineDPOLoss",
             *(f"total_steps={self.steps}", f"groups_per_step={GROUPS_PER_STEP}"),

@@ -29,10 +29,15 @@ def launch(*command: str | Path, cwd: Path = ROOT) -> subprocess.Popen:
     )
 
 
+def on_ranks(ranks: int) -> tuple[str, ...]:
+    """The launcher's options: so many ranks, that meet at a free port."""
+    return "--standalone", "--nproc_per_node", str(ranks)
+
+
 def tune_run(output_dir: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen:
     """The recipe, as ``tune run`` starts it from the root."""
     return launch(
-        *("tune", "run", "--nproc_per_node", str(ranks), RECIPE, "--config", CONFIG),
+        *("tune", "run", *on_ranks(ranks), RECIPE, "--config", CONFIG),
         *(f"output_dir={output_dir}", *overrides),
     )
 
