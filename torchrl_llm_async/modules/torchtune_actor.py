@@ -20,7 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 from torchrl.modules.llm import LLMWrapperBase
 
-from torchrl_llm_async.modules.scores import EntropyMode, TokenScores, read_sequences
+from torchrl_llm_async.modules.projection import project_and_score
+from torchrl_llm_async.modules.scores import (
+    EntropyMode,
+    TokenScores,
+    read_sequences,
+    score_logits,
+)
 
 
 def add_value_head(model: nn.Module) -> nn.Module:
@@ -65,11 +71,12 @@ class TorchtuneActor(LLMWrapperBase):
 
     :meth:`score` never holds a ``[tokens, vocab]`` tensor: only the asked-for
     positions are projected onto the vocabulary, ``chunk_size`` at a time, and again in
-    the backward pass. For that the projection runs inside the decoder's own forward
-    pass, where FSDP has its weights gathered. A decoder without torchtune's ``unembed``,
-    or whose output projection is an FSDP unit of its own (the number of chunks differs
-    between ranks, the number of its collectives must not), is called as usual and its
-    logits are scored chunk by chunk.
+    the backward pass (:mod:`.projection`). For that the projection runs inside the
+    decoder's own forward pass, where FSDP has its weights gathered. A decoder without
+    torchtune's ``unembed``, whose output projection is an FSDP unit of its own (the number
+    of chunks differs between ranks, the number of its collectives must not) or is no plain
+    or tied linear layer without bias, is called as usual and its logits are scored chunk by
+    chunk.
 
     Also offers TorchRL's ``get_dist`` family, so that e.g. ``GRPOLoss`` runs on it.
 
@@ -112,7 +119,7 @@ class TorchtuneActor(LLMWrapperBase):
         model: nn.Module,
         *,
         temperature: float = 1.0,
-        chunk_size: int = 1024,
+        chunk_size: int = 512,
         tokens_key: NestedKey = ("tokens", "full"),
         attention_mask_key: NestedKey = ("masks", "all_attention_mask"),
         assistant_mask_key: NestedKey = ("masks", "all_assistant_mask"),
@@ -154,8 +161,7 @@ class TorchtuneActor(LLMWrapperBase):
             mask (Tensor, optional): [N, T] bool, the positions to score; all tokens by
                 default. Positions left out cost no projection onto the vocabulary.
             entropy: whether to return the entropy of the distribution each scored token
-                was drawn from: ``"off"``, ``"detached"``, or ``"differentiable"``, which
-                takes about twice the memory per chunk.
+                was drawn from: ``"off"``, ``"detached"`` or ``"differentiable"``.
             values (bool): whether to return the critic's values, which takes a decoder
                 with a ``value_head`` (:func:`add_value_head`).
 
@@ -174,11 +180,18 @@ class TorchtuneActor(LLMWrapperBase):
         if values:
             self._check_value_head()
 
-        if self._projects_inside():
+        if self._projection() is not None:
 
             def score_hidden(hidden: Tensor) -> tuple[Tensor, ...]:
                 hidden = self.model.norm(hidden[:, :-1][previous])
-                scores = self._score(hidden, targets[previous], self.model.output, entropy)
+                scores = project_and_score(
+                    hidden,
+                    self._projection().weight,
+                    targets[previous],
+                    temperature=self.temperature,
+                    chunk_size=self.chunk_size,
+                    entropy=entropy,
+                )
                 if values:
                     scores += (_at_least_float32(self.model.value_head(hidden).squeeze(-1)),)
                 return scores
@@ -190,7 +203,7 @@ class TorchtuneActor(LLMWrapperBase):
             ]
         else:
             logits = self._call_model(tokens, segments)[:, :-1]
-            scores = self._score(logits.flatten(0, 1), targets.flatten(), _identity, entropy)
+            scores = self._score_logits(logits.flatten(0, 1), targets.flatten(), entropy)
             dense = [
                 torch.where(scored, F.pad(score.view_as(targets), (1, 0)), 0.0) for score in scores
             ]
@@ -240,11 +253,11 @@ class TorchtuneActor(LLMWrapperBase):
                 "Values were asked of a decoder without a value head: call "
                 "torchrl_llm_async.modules.add_value_head(model) before sharding it."
             )
-        if not self._projects_inside():
+        if self._projection() is None:
             raise ValueError(
                 "Values need the decoder's hidden states, which only a torchtune decoder with "
-                "unembed() gives whose output projection is no FSDP unit of its own: leave "
-                "fully_shard(model.output) out."
+                "unembed() gives whose output projection is a plain or tied linear layer and no "
+                "FSDP unit of its own: leave fully_shard(model.output) out."
             )
 
     def _call_model(self, tokens: Tensor, segments: Tensor):
@@ -267,10 +280,17 @@ class TorchtuneActor(LLMWrapperBase):
                     module.reshard()
         return output
 
-    def _projects_inside(self) -> bool:
-        return hasattr(type(self.model), "unembed") and not isinstance(
-            self.model.output, FSDPModule
-        )
+    def _projection(self) -> nn.Module | None:
+        """The module whose weight projects hidden states, if that is all the projection is."""
+        if not hasattr(type(self.model), "unembed"):
+            return None
+        output = self.model.output
+        # torchtune's TiedLinear is no module: it has the one whose weight it uses, without bias.
+        tied = getattr(output, "tied_module", None)
+        if tied is not None:
+            return tied
+        # No subclass, which may project otherwise; FSDP makes its units such.
+        return output if type(output) is nn.Linear and output.bias is None else None
 
     @contextmanager
     def _unembed_as(self, function: Callable[[Tensor], tuple[Tensor, ...]]) -> Iterator[None]:
@@ -281,44 +301,24 @@ class TorchtuneActor(LLMWrapperBase):
         finally:
             del self.model.unembed
 
-    def _score(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        project: Callable[[Tensor], Tensor],
-        entropy: EntropyMode,
+    def _score_logits(
+        self, logits: Tensor, targets: Tensor, entropy: EntropyMode
     ) -> tuple[Tensor, ...]:
-        """(M,) log-probs, and entropies if asked for, of (M, D) hidden states' targets."""
+        """(M,) log-probs, and entropies if asked for, of (M, vocab) logits' targets."""
         chunks = [
             checkpoint(
-                self._score_chunk,
+                score_logits,
                 *chunk,
-                project,
+                self.temperature,
                 entropy,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
             for chunk in zip(
-                hidden.split(self.chunk_size), targets.split(self.chunk_size), strict=True
+                logits.split(self.chunk_size), targets.split(self.chunk_size), strict=True
             )
         ]
         return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
-
-    def _score_chunk(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        project: Callable[[Tensor], Tensor],
-        entropy: EntropyMode,
-    ) -> tuple[Tensor, ...]:
-        logits = project(hidden)
-        log_probs = (_at_least_float32(logits) / self.temperature).log_softmax(-1)
-        chosen = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        if entropy == "off":
-            return (chosen,)
-        if entropy == "detached":
-            log_probs = log_probs.detach()
-        return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
     def _logits(self, rows: TensorDictBase) -> TensorDictBase:
         tokens, segments = self._read(rows)
@@ -352,10 +352,6 @@ class TorchtuneActor(LLMWrapperBase):
 
     def _get_generic_dist(self, tensordict: TensorDictBase, **kwargs) -> LLMMaskedCategorical:
         return self._masked_dist(tensordict, self.attention_mask_key)
-
-
-def _identity(logits: Tensor) -> Tensor:
-    return logits
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -301,6 +301,7 @@ class AsyncLLMLoss(LossModule):
         mask = self._read(rows, "assistant_mask", False)
         with torch.no_grad():
             scores = score_tokens(self.reference_network, rows, mask=mask)
+        self._check_finite(scores.log_probs, mask, "log-probs of the reference network")
         return scores.log_probs.flatten()
 
     @staticmethod
