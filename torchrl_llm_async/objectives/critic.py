@@ -92,9 +92,9 @@ class CriticPPOLoss(DecoupledPPOLoss):
         lmbda (float): GAE's trade of variance for the critic's bias. 1, as in AReaL, verl
             and OpenRLHF: with TRL's 0.95 a reward at the end weighs 0.6 % of itself 100
             tokens before, and a critic that begins at zero would have to carry it there.
-        value_coeff (float): :math:`c_v`. 0.1, as in TRL, where policy and critic share a
-            decoder, too, whose gradient the values must not rule; the others train a model
-            of its own.
+        value_coeff (float): :math:`c_v`. 0.1, as in TRL, which sums both losses, too, if of
+            two models. Here they share a decoder, whose gradient the values must not rule;
+            the others train the critic as a model of its own.
         value_clip (float, optional): :math:`\epsilon`, in units of the reward; None for no
             clipping. 0.5, as in AReaL, verl and OpenRLHF.
         **policy_options: of :class:`~.ppo.DecoupledPPOLoss`, all but
