@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -90,3 +91,21 @@ def test_a_config_error_is_printed_once_and_nothing_starts(tmp_path):
     assert process.returncode != 0
     assert output.count("config error: group_size is 1") == output.count("config error") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["CriticPPOLoss", "ProximalRLOOLoss", "BestOfNLoss", "TrajectoryBalanceLoss"]
+)
+def test_every_loss_is_one_line(tmp_path, name):
+    """Online DPO, the sixth, is what tests/test_resume.py trains with."""
+    loss = f"loss._component_=torchrl_llm_async.objectives.{name}"
+    succeed(tune_run(tmp_path, *SHORT[:-1], "total_steps=4", loss))
+    steps = metrics(tmp_path)
+    losses = [key for key in steps[1] if key.startswith("loss_")]
+    assert losses and all(math.isfinite(steps[step][key]) for step in range(1, 5) for key in losses)
+    assert all(steps[step]["gradient_norm"] > 0 for step in range(1, 5))
+    published = load_file(tmp_path / "checkpoints" / "step_00004" / "model.safetensors")
+    start = load_file(ROOT / "assets" / "written-sums-qwen2" / "model.safetensors")
+    assert published.keys() == start.keys()
+    assert all(not torch.equal(published[key], start[key]) for key in start)
