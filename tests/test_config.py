@@ -109,6 +109,37 @@ def test_an_observation_that_no_checkpoint_can_hold_is_named(cfg, monkeypatch):
     load_config(with_overrides(cfg, "checkpoint_every=null"))
 
 
+class EnvWithASetForAState(WrittenSumsEnv):
+    """Its position is not made of plain values."""
+
+    def get_extra_state(self):
+        return {"seen": {1, 2}}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class EnvWithoutItsState(EnvWithASetForAState):
+    """It can't tell its position."""
+
+    def get_extra_state(self):
+        raise RuntimeError("not in the middle")
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (EnvWithASetForAState, r"env\.seen is a set"),
+        (EnvWithoutItsState, "RuntimeError: not in the middle"),
+    ],
+)
+def test_a_state_that_no_checkpoint_can_hold_is_named(cfg, env, message):
+    cfg.env = {"_component_": f"{__name__}.{env.__name__}"}
+    with pytest.raises(ConfigError, match=rf"env: its get_extra_state .*{message}"):
+        load_config(cfg)
+    load_config(with_overrides(cfg, "checkpoint_every=null"))
+
+
 def test_group_filters_may_be_one_or_several(cfg):
     name = "torchrl_llm_async.data."
     one = {"_component_": f"{name}RejectEqualRewards"}

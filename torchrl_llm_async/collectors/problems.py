@@ -82,7 +82,7 @@ class Problems:
             self._ready = [unpack_problem(problem, self._tokenizer) for problem in state["ready"]]
             self._drawn = [unpack_problem(problem, self._tokenizer) for problem in state["drawn"]]
             self._resets, self._last = state["resets"], state["last"]
-        self._env, self._env_state = env, _extra_state(env)
+        self._env, self._env_state = env, env_state(env)
 
     async def _reset_as_often_as_before(self, env: EnvBase, state: Tree) -> None:
         posed = ""
@@ -127,7 +127,7 @@ class Problems:
                 self._last = _digest(observation)
                 failure = None
             self._resets += 1
-            self._env_state = _extra_state(self._env)
+            self._env_state = env_state(self._env)
             if failure is None:
                 try:
                     return Conversation(self._tokenizer, observation)
@@ -154,7 +154,7 @@ class Problems:
             self._env_pool.give_back(self._env)
 
 
-def _extra_state(env: EnvBase) -> Tree:
+def env_state(env: EnvBase) -> Tree:
     """The environment's own state, or None if it has none."""
     base = _base(env)
     has_one = type(base).get_extra_state is not nn.Module.get_extra_state

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torchrl.envs import EnvBase
 from torchtune import config as tune_config
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
@@ -30,6 +31,7 @@ from torchtune.models.qwen2._convert_weights import _FROM_HF as _QWEN2_FROM_HF
 
 from torchrl_llm_async.checkpoint import save_tree
 from torchrl_llm_async.collectors.conversation import Conversation
+from torchrl_llm_async.collectors.problems import env_state
 from torchrl_llm_async.collectors.state import pack_problem
 from torchrl_llm_async.objectives import AsyncLLMLoss
 from torchrl_llm_async.recipes.batches import _ROWS_PER_UNIT
@@ -502,7 +504,7 @@ def _check_prompts(cfg: DictConfig, context: int, samples: int = 32) -> None:
                 f"{_one_line(error)}"
             ) from error
         if key == "env" and cfg.checkpoint_every is not None:
-            _check_observation(prompts[0])
+            _check_can_be_saved(env, prompts[0])
         longest = max(prompt.prompt_length for prompt in prompts)
         if longest + cfg.sampling.max_new_tokens > context:
             raise ConfigError(
@@ -512,13 +514,17 @@ def _check_prompts(cfg: DictConfig, context: int, samples: int = 32) -> None:
             )
 
 
-def _check_observation(problem: Conversation) -> None:
-    """Groups in flight are saved with what the environment gave for them."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            save_tree(Path(folder) / "env", pack_problem(problem))
-        except TypeError as error:
-            raise ConfigError(
-                f"env: its reset gives what no checkpoint can hold: {error}; change it, or set "
-                "checkpoint_every: null"
-            ) from error
+def _check_can_be_saved(env: EnvBase, problem: Conversation) -> None:
+    """Checkpoints hold what the environment gave for groups in flight, and its own position."""
+    for what, state in (
+        ("its reset gives", lambda: pack_problem(problem)),
+        ("its get_extra_state gives", lambda: env_state(env)),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                save_tree(Path(folder) / "env", state())
+            except Exception as error:  # A user's environment may raise anything.
+                raise ConfigError(
+                    f"env: {what} what no checkpoint can hold: {_one_line(error)}; change it, or "
+                    "set checkpoint_every: null"
+                ) from error
