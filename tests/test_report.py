@@ -50,6 +50,52 @@ def test_a_better_checkpoint_replaces_the_former_best(tmp_path):
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00020"]
 
 
+def best_of(folder) -> dict:
+    best = json.loads((folder / "best.json").read_text())
+    assert best["step"] == 0 or (folder / f"step_{best['step']:05d}").is_dir()
+    return best
+
+
+def test_a_run_resumed_never_names_a_folder_that_is_gone(tmp_path):
+    keeper = CheckpointKeeper(tmp_path)
+    for version, right in ((0, 1), (5, 5), (15, 6)):
+        if version > 0:  # The run's start has none.
+            keeper.path(version).mkdir()
+        keeper.judge(evaluation(version, right), last_version=40)
+    assert best_of(tmp_path) == {"step": 15, "held_out_accuracy": 0.6}
+
+    # Resumed at 10, which is behind the deletion of step 5, and before what was better.
+    keeper = CheckpointKeeper(tmp_path)
+    assert keeper.go_on(10) == []
+    assert not keeper.path(15).exists() and not (tmp_path / "best.json").exists()
+    for version, right in ((0, 1), (5, 5)):
+        keeper.judge(evaluation(version, right), last_version=40)
+    assert best_of(tmp_path) == {"step": 0, "held_out_accuracy": 0.1}
+    keeper.path(15).mkdir()
+    keeper.judge(evaluation(15, 4), last_version=40)
+    assert best_of(tmp_path) == {"step": 15, "held_out_accuracy": 0.4}
+    assert keeper.best == (0.4, 15)
+
+
+def test_versions_that_were_not_evaluated_yet_are_told(tmp_path):
+    keeper = CheckpointKeeper(tmp_path)
+    for version in (6, 12, 100006, 18):
+        keeper.path(version).mkdir()
+    assert keeper.go_on(18) == [6, 12]
+    assert keeper.path(18).exists() and not keeper.path(100006).exists()
+
+
+def test_best_json_is_told_before_the_former_best_goes(tmp_path, monkeypatch):
+    keeper = CheckpointKeeper(tmp_path)
+    keeper.path(5).mkdir()
+    keeper.judge(evaluation(5, 5), last_version=40)
+    keeper.path(10).mkdir()
+    told = []
+    monkeypatch.setattr("shutil.rmtree", lambda path: told.append(best_of(tmp_path)["step"]))
+    keeper.judge(evaluation(10, 6), last_version=40)
+    assert told == [10]
+
+
 def test_a_mismatch_of_engine_and_trainer_is_told_once_until_it_doubles(caplog):
     names = "reward accuracy lag_sample_mean lag_sample_max generation_tokens_per_s"
     names += " training_tokens_per_s trainer_waited_s generation_waited_s"

@@ -56,6 +56,9 @@ class PairedGain:
 class CheckpointKeeper:
     """Keeps the checkpoint of the best evaluated version and the last one, deletes the others.
 
+    ``best.json`` says which was best; step 0 is the model that the run started from, which has no
+    folder here.
+
     Args:
         folder: where checkpoints are written, one folder each.
     """
@@ -69,20 +72,45 @@ class CheckpointKeeper:
         """The folder of a version's checkpoint."""
         return self.folder / f"step_{version:05d}"
 
+    def go_on(self, version: int) -> list[int]:
+        """Removes what a run had come to that is resumed at an earlier version.
+
+        Returns:
+            The versions before ``version`` that have a folder, ascending.
+        """
+        # It may name one of those; the first to be judged brings it back.
+        (self.folder / "best.json").unlink(missing_ok=True)
+        earlier = []
+        for path in sorted(self.folder.glob("step_*")):
+            found = int(path.name.removeprefix("step_"))
+            if found > version:
+                shutil.rmtree(path)
+            elif found < version:
+                earlier.append(found)
+        return sorted(earlier)
+
     def judge(self, evaluation: Evaluation, last_version: int) -> None:
-        """Keeps or deletes the evaluated version's checkpoint."""
+        """Keeps or deletes the evaluated version's checkpoint.
+
+        One that is no longer there can't be the best: a resumed run judges once more, and what was
+        better then, and had it deleted, may not come again.
+        """
         current = (evaluation.accuracy, evaluation.version)
-        if self.best is None or current[0] > self.best[0]:
+        is_there = evaluation.version == 0 or self.path(evaluation.version).exists()
+        if is_there and (self.best is None or current[0] > self.best[0]):
             loser, self.best = self.best, current
+            self._tell_best()
         else:
             loser = current
-        # A resumed run judges once more, and may have deleted it before.
         is_old = loser is not None and loser[1] not in (0, last_version)
         if is_old and self.path(loser[1]).exists():
             shutil.rmtree(self.path(loser[1]))
-        (self.folder / "best.json").write_text(
-            json.dumps({"step": self.best[1], "held_out_accuracy": self.best[0]}) + "\n"
-        )
+
+    def _tell_best(self) -> None:
+        accuracy, version = self.best
+        part = self.folder / "best.json.part"
+        part.write_text(json.dumps({"step": version, "held_out_accuracy": accuracy}) + "\n")
+        part.replace(self.folder / "best.json")
 
 
 class Report:
