@@ -448,7 +448,8 @@ class Rollouts:
             "in_a_row": dict(self._in_a_row),
             "failures_in_a_row": self._failures_in_a_row,
             "stats": asdict(self.snapshot()),
-            "dump_bytes": 0 if self._dump is None else self._dump.tell(),
+            # A run without a dump leaves that of the run it goes on with to those after it.
+            "dump_bytes": (self._dump_bytes or 0) if self._dump is None else self._dump.tell(),
             "drops_heard": self._drops_heard,
             "lengths": None if self._lengths is None else self._lengths.state(),
         }
