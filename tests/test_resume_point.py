@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from groups import make_group
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from scripted import GROUP_SIZE, GROUPS_PER_STEP
+from scripted import make_buffer as make_collector_buffer
+from torchrl.envs.transforms import RewardScaling
 
 from torchrl_llm_async.checkpoint import (
     CheckpointStore,
     TrainingSnapshot,
     TrainingState,
+    load_tree,
     save_tree,
 )
 from torchrl_llm_async.data import StalenessReplayBuffer
+from torchrl_llm_async.envs import WrittenSumsEnv
 from torchrl_llm_async.recipes.config import PACKAGE_DIR, ConfigError, load_config
-from torchrl_llm_async.recipes.resume import Records, RunCheckpoints
+from torchrl_llm_async.recipes.resume import Records, RunCheckpoints, start_weights
 from torchrl_llm_async.staleness import StalenessController
 
 CONFIG = PACKAGE_DIR / "recipes" / "configs" / "arithmetic_ppo.yaml"
@@ -39,12 +46,12 @@ def load(cfg, *overrides: str):
     return load_config(overridden, training=True)
 
 
-def write(cfg, version: int) -> Path:
+def write(cfg, version: int, transform=None) -> Path:
     """A checkpoint without a model, behind ``version`` steps, with groups in flight."""
     store = CheckpointStore(Path(cfg.output_dir) / "resume")
     part = store.begin(version)
     controller = StalenessController(**BOUNDS)
-    buffer = StalenessReplayBuffer(**BOUNDS, group_size=2)
+    buffer = StalenessReplayBuffer(**BOUNDS, group_size=2, transform=transform)
     for group_id in range((version + 3) * 4):
         if not controller.capacity():
             controller.serve(controller.served_version + 1)
@@ -57,8 +64,13 @@ def write(cfg, version: int) -> Path:
             buffer.sample(timeout=0)
     buffer.dumps(part)
     save_tree(part / "collector", {"controller": controller.state_dict()})
-    config = OmegaConf.to_container(load_config(cfg), resolve=True)
-    (part / "run.json").write_text(json.dumps({"version": version, "config": config}))
+    checked = load_config(cfg)
+    run = {
+        "version": version,
+        "config": OmegaConf.to_container(checked, resolve=True),
+        "start_weights": start_weights(checked),
+    }
+    (part / "run.json").write_text(json.dumps(run))
     return store.commit(version)
 
 
@@ -97,7 +109,8 @@ def test_a_checkpoint_may_be_named(cfg, tmp_path):
         (["seed=3"], r"seed is 3, but .* was written with 0; resume with the same seed"),
         (["group_size=4"], r"group_size is 4, but .* was written with 2"),
         (["env.max_terms=3"], r"env is .*max_terms': 3.*, but .* was written with"),
-        (["total_steps=3"], r"total_steps is 3, and .* has them behind it"),
+        (["total_steps=2"], r"total_steps is 2, and .* has 3 behind it; raise total_steps"),
+        (["eval_problems=20"], r"eval_problems is 20, but .* was written with 500"),
         (["max_staleness=1"], r"not all of them can be trained on in time"),
         (["groups_per_step=2", "minibatches_per_step=1"], r"max_staleness of at least \d"),
     ],
@@ -115,8 +128,64 @@ def test_what_may_change_may_change(cfg):
         ["groups_per_step=8"],
         ["groups_per_step=2", "max_staleness=5", "minibatches_per_step=2"],
         ["optimizer.lr=1e-5", "total_steps=99", "max_reuse=2"],
+        ["total_steps=3"],  # Nothing is left but to say how it went.
     ):
         assert load(cfg, "resume=auto", *overrides).resume is not None
+
+
+def test_a_transform_with_a_state_hinders_nobody(cfg):
+    """Its state is the run's affair, which has the transform."""
+    scaling = RewardScaling(loc=0.0, scale=1.0, in_keys=[("next", "reward")])
+    newest = write(cfg, 3, transform=scaling)
+    assert json.loads((newest / "replay_buffer.json").read_text())["state"]["transform"]
+    assert load(cfg, "resume=auto").resume == str(newest)
+
+
+def test_the_model_may_move_but_not_change(cfg, tmp_path):
+    newest = write(cfg, 3)
+    moved = tmp_path / "moved"
+    shutil.copytree(load_config(cfg).model_dir, moved)
+    assert load(cfg, "resume=auto", f"model_dir={moved}").resume == str(newest)
+    weights = load_file(moved / "model.safetensors")
+    name = max(weights)
+    weights[name] = weights[name] + 1e-3
+    save_file(weights, moved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model_dir is .*moved, but .* began with other weights"):
+        load(cfg, "resume=auto", f"model_dir={moved}")
+
+
+def test_weights_are_told_apart_without_reading_them_all(tmp_path):
+    """Wherever as much as a sixty-fourth of the file differs; whatever its size."""
+    cfg = OmegaConf.create({"model_dir": str(tmp_path), "checkpointer": {"checkpoint_files": "w"}})
+    cfg.checkpointer.checkpoint_files = ["w"]
+    for size in (0, 1, 100, 4096, 300_001):
+        content = torch.arange(size).to(torch.uint8)
+        digests = set()
+        for changed in range(-1, 64):
+            other = content.clone()
+            if changed >= 0:
+                other[changed * size // 64 : (changed + 1) * size // 64] += 1
+            (tmp_path / "w").write_bytes(other.numpy().tobytes())
+            digests.add(start_weights(cfg, samples=80, sample_bytes=16))
+        assert len(digests) == 1 + min(size, 64)
+
+
+@pytest.mark.parametrize("value", [{1: 0.5, "b": 2}, float("nan")])
+def test_whatever_a_config_holds_is_equal_to_itself(cfg, value):
+    env = {"_component_": f"{__name__}.EnvWithAnOption"}
+    cfg.env = {**env, "option": value}
+    newest = write(cfg, 3)
+    assert load(cfg, "resume=auto").resume == str(newest)
+    cfg.env = {**env, "option": "another"}
+    with pytest.raises(ConfigError, match=r"env is .*'another'.*, but .* was written with"):
+        load(cfg, "resume=auto")
+
+
+class EnvWithAnOption(WrittenSumsEnv):
+    """Takes whatever YAML has."""
+
+    def __init__(self, option):
+        super().__init__()
 
 
 def test_records_go_on_behind_the_checkpoint(tmp_path):
@@ -137,12 +206,67 @@ def test_records_go_on_behind_the_checkpoint(tmp_path):
     assert path.read_text() == ""
 
 
+def test_records_end_where_they_are_damaged(tmp_path, caplog):
+    """As a machine that fails may leave them: with zeros, or parts of other files."""
+    path = tmp_path / "ledger.jsonl"
+    good = [json.dumps({"version": version}) for version in range(1, 6)]
+    for bad in ("\0" * 20, "{", "7", '{"step": 3}', '{"version": "3"}', "\xff\xfe"):
+        path.write_bytes("\n".join([*good[:2], bad, *good[3:], ""]).encode("latin-1"))
+        caplog.clear()
+        records = Records(path, up_to=5)
+        assert records.kept == [{"version": 1}, {"version": 2}], bad
+        assert "damaged at line 3" in caplog.text
+        records.append(3)
+        records.close()
+        assert path.read_text().splitlines() == good[:3]
+
+
+def leg(make_collector, folder: Path, steps: list[int], *, dump: bool) -> int:
+    """Goes on with a run, if there is one, for some steps; lines in its samples.jsonl then."""
+    is_first = not (folder / "collector.json").exists()
+    buffer = make_collector_buffer(max_staleness=0)
+    samples = folder / "samples.jsonl"
+    collector = make_collector(
+        replay_buffer=buffer,
+        total_steps=6,
+        max_staleness=0,
+        dump_path=samples if dump else None,
+    )
+    if not is_first:
+        buffer.loads(folder)
+        collector.load_state_dict(load_tree(folder / "collector"))
+    collector.start()
+    collector.wait_until_ready()
+    if not is_first:
+        collector.serve_weights("unread", version=steps[0])
+    for step in steps:
+        buffer.sample(timeout=20)
+        cut = collector.cut()
+        collector.serve_weights("unread", version=step + 1).result(20)
+    save_tree(folder / "collector", cut.collector)
+    cut.buffer.save(folder)
+    collector.shutdown()
+    return len(samples.read_text().splitlines())
+
+
+def test_samples_stay_where_a_run_goes_on_without_a_dump(make_collector, tmp_path):
+    of_a_step = GROUPS_PER_STEP * GROUP_SIZE
+    # What was sampled behind the cut goes, as the run resumed will come to it again.
+    for steps, dump, least in (([0, 1], True, 2), ([2, 3], False, 2), ([4, 5], True, 4)):
+        lines = leg(make_collector, tmp_path, steps, dump=dump)
+        assert lines >= least * of_a_step
+    groups = [json.loads(line)["group"] for line in (tmp_path / "samples.jsonl").open()]
+    assert {*range(4), *range(8, 12)} <= set(groups)
+    assert len(groups) == len(set(groups)) * GROUP_SIZE
+
+
 def save_with_a_full_disk(rank: int, folder: Path) -> None:
     """A checkpoint of two ranks, and another for which rank 1 has no room."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     model = torch.nn.Linear(2, 2)
     state = TrainingState(model, torch.optim.AdamW(model.parameters()))
-    cfg = OmegaConf.create({"keep_checkpoints": 1})
+    model_dir = PACKAGE_DIR / "assets" / "written-sums-qwen2"
+    cfg = OmegaConf.merge(OmegaConf.load(CONFIG), {"keep_checkpoints": 1, "model_dir": model_dir})
     checkpoints = RunCheckpoints(folder / "resume", state, cfg, dist.group.WORLD)
     checkpoints.begin(1, cut=None)
     checkpoints.finish()

@@ -8,6 +8,8 @@ or not there at all :class:`~torchrl_llm_async.checkpoint.CheckpointStore`'s.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,20 +19,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_llm_async.checkpoint import (
     CheckpointStore,
     TrainingSnapshot,
     TrainingState,
-    load_tree,
     save_tree,
 )
 from torchrl_llm_async.collectors import Cut
-from torchrl_llm_async.data import StalenessReplayBuffer
-from torchrl_llm_async.staleness import StalenessController
+from torchrl_llm_async.data.sampler import StalenessSampler
+from torchrl_llm_async.data.snapshot import BufferSnapshot
 
-# What the data of a run in flight depend on; another value would make two runs of one.
-_SAME_KEYS = ("seed", "group_size", "env", "model")
+# What the data in flight depend on, and the held-out accuracies, which are compared problem by
+# problem; another value would make two runs of one. The weights it starts from are held apart.
+_SAME_KEYS = ("seed", "group_size", "env", "model", "eval_env", "eval_problems")
 
 
 class RunCheckpoints:
@@ -40,7 +43,7 @@ class RunCheckpoints:
     rank 0 makes them a checkpoint once all ranks have said, at a later step, that theirs are there.
 
     Args:
-        folder: where the checkpoints lie, one folder each.
+        folder: where the checkpoints lie, one folder each; within the run's own.
         state: the trainer's.
         cfg: the run's config, for whoever resumes it.
         group: a process group that carries CPU objects.
@@ -54,6 +57,7 @@ class RunCheckpoints:
         self._cfg = cfg
         self._group = group
         self._is_rank_zero = dist.get_rank() == 0
+        self._start_weights = start_weights(cfg) if self._is_rank_zero else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._written: tuple[int, Future] | None = None
         self._committed: Future | None = None
@@ -75,7 +79,11 @@ class RunCheckpoints:
         if cut is not None:
             save_tree(folder / "collector", cut.collector)
             cut.buffer.save(folder)
-            run = {"version": version, "config": OmegaConf.to_container(self._cfg, resolve=True)}
+            run = {
+                "version": version,
+                "config": OmegaConf.to_container(self._cfg, resolve=True),
+                "start_weights": self._start_weights,
+            }
             (folder / "run.json").write_text(json.dumps(run, indent=1))
 
     def advance(self) -> None:
@@ -107,8 +115,16 @@ class RunCheckpoints:
         if self._committed is not None:
             self._committed.result()
         if self._is_rank_zero:
-            self._committed = self._thread.submit(self._store.commit, version)
+            self._committed = self._thread.submit(self._commit_durably, version)
         self._written = None
+
+    def _commit_durably(self, version: int) -> None:
+        """What a resumed run finds beside the checkpoint must not be older than it."""
+        run = self._store.root.parent
+        for file in (*run.glob("*.jsonl"), *run.glob("checkpoints/step_*/*")):
+            with contextlib.suppress(FileNotFoundError):  # Another version was better meanwhile.
+                _sync(file)
+        self._store.commit(version)
 
     def _on_all_ranks(self, here: bool) -> bool:
         everywhere = torch.tensor(here)
@@ -121,18 +137,17 @@ class Records:
 
     Args:
         path: the file.
-        up_to: the version resumed at; records of later ones, and a last line that was torn, are
-            removed. None keeps nothing.
+        up_to: the version resumed at; records of later ones are removed, and all from the first
+            line on that is torn or damaged. None keeps nothing.
     """
 
     def __init__(self, path: Path, up_to: int | None):
         self.kept: list[dict[str, Any]] = []
         if up_to is not None and path.exists():
-            whole = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-            records = [json.loads(line) for line in whole]
-            self.kept = [record for record in records if record["version"] <= up_to]
+            self.kept = [record for record in _read_records(path) if record["version"] <= up_to]
         part = path.with_name(path.name + ".part")
         part.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
+        _sync(part)
         os.replace(part, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
@@ -144,6 +159,26 @@ class Records:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        is_whole = isinstance(record, dict) and isinstance(record.get("version"), int)
+        if not is_whole or not line.endswith(b"\n"):
+            # The last is torn when a run is killed; it takes a machine's failure to damage others.
+            if number < len(lines):
+                torchrl_logger.warning(
+                    f"{path} is damaged at line {number}; what follows is removed"
+                )
+            break
+        records.append(record)
+    return records
 
 
 def find_checkpoint(cfg: DictConfig) -> Path | None:
@@ -164,23 +199,61 @@ def find_checkpoint(cfg: DictConfig) -> Path | None:
     else:
         folder = CheckpointStore.verified(Path(cfg.resume))
     run = json.loads((folder / "run.json").read_text())
-    given = OmegaConf.to_container(cfg, resolve=True)
+    _check_same_run(cfg, run, folder)
+    if run["version"] > cfg.total_steps:
+        raise ValueError(
+            f"total_steps is {cfg.total_steps}, and {folder} has {run['version']} behind it; raise "
+            "total_steps to at least that, or name an earlier checkpoint"
+        )
+    # Not the whole buffer: its transform may have a state, and is made with the run.
+    StalenessSampler(
+        groups_per_step=cfg.groups_per_step, max_staleness=cfg.max_staleness
+    ).load_groups_state(BufferSnapshot.load(folder).state["groups"])
+    return folder
+
+
+def _check_same_run(cfg: DictConfig, run: dict[str, Any], folder: Path) -> None:
+    # As it is read again: JSON's keys are strings.
+    given = json.loads(json.dumps(OmegaConf.to_container(cfg, resolve=True)))
     for key in _SAME_KEYS:
-        if given[key] != run["config"][key]:
+        here, there = given[key], run["config"][key]
+        if here != there and json.dumps(here) != json.dumps(there):  # NaN is not equal to itself.
             raise ValueError(
-                f"{key} is {given[key]}, but {folder} was written with {run['config'][key]}; "
+                f"{key} is {here}, but {folder} was written with {there}; "
                 f"resume with the same {key}, or start a new run (resume: null, another output_dir)"
             )
-    if run["version"] >= cfg.total_steps:
+    if start_weights(cfg) != run["start_weights"]:
         raise ValueError(
-            f"total_steps is {cfg.total_steps}, and {folder} has them behind it; nothing is left "
-            "to do, unless you raise total_steps"
+            f"model_dir is {cfg.model_dir}, but {folder} is of a run that began with other weights "
+            f"(those of {run['config']['model_dir']}, which may have been moved); resume with that "
+            "model, or start a new run (resume: null, another output_dir)"
         )
-    bounds = dict(groups_per_step=cfg.groups_per_step, max_staleness=cfg.max_staleness)
-    StalenessReplayBuffer(**bounds, group_size=cfg.group_size).loads(folder)
-    controller = StalenessController(**bounds, total_steps=cfg.total_steps)
-    controller.load_state_dict(load_tree(folder / "collector")["controller"], step=run["version"])
-    return folder
+
+
+def start_weights(cfg: DictConfig, *, samples: int = 512, sample_bytes: int = 8192) -> str:
+    """A digest that tells the weights a run starts from, and its frozen reference has.
+
+    Of each file the name, the size and ``samples`` pieces, evenly spread from its header to its
+    end: 4 MiB, however large it is. Weights of the same shape that were trained differ all over.
+    """
+    folder = Path(cfg.checkpointer.get("checkpoint_dir", cfg.model_dir))
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(cfg.checkpointer.get("checkpoint_files", [])):
+        with open(folder / name, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f"{name} {size}\n".encode())
+            for index in range(samples):
+                file.seek(max(size - sample_bytes, 0) * index // (samples - 1))
+                digest.update(file.read(sample_bytes))
+    return digest.hexdigest()
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def version_of(folder: Path) -> int:
