@@ -186,6 +186,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         self._begin()
         for step in range(self._first_version, self._cfg.total_steps):
             batch = self._feed.next().to(self._device)
+            self._checkpoints.advance()  # It was written while that was waited for.
             start = time.perf_counter()
             metrics = self._train_step(batch)
             trained = time.perf_counter()
@@ -197,30 +198,43 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
                 metrics["checkpoint_s"] = saved - trained
                 metrics["publish_s"] = time.perf_counter() - saved
                 self._log(step, metrics, batch)
-            if (step + 1) % self._cfg.evaluate_every == 0 or step + 1 == self._cfg.total_steps:
+            if self._is_every(self._cfg.evaluate_every, step + 1):
                 self._evaluate(version=step + 1)
         self._checkpoints.finish()
         if self._is_rank_zero:
             self._finish()
 
     def _begin(self) -> None:
-        """What the first version needs: an evaluation and, if it is resumed at, its weights."""
+        """What the first version needs: its weights and, if it is resumed at, the records.
+
+        An evaluation that was under way when the run ended is begun again.
+        """
         first, evaluated = self._first_version, set()
         if self._is_rank_zero:
             self._report = Report(self._cfg.total_steps, first)
+            earlier = self._models.go_on(first)
             up_to = None if self._resumed is None else first
             for name in ("ledger", "evaluations"):
                 self._records[name] = Records(self._output_dir / f"{name}.jsonl", up_to)
             for record in self._records["evaluations"].kept:
                 self._judge(Evaluation(**record))
                 evaluated.add(record["version"])
-        # The engines still serve what they started with.
-        if 0 not in evaluated:
-            self._evaluate(version=0)
+            if 0 not in evaluated:  # The engines still serve what they started with.
+                self._evaluate(version=0)
+            for version in earlier:
+                if version not in evaluated:
+                    weights = self._models.path(version) / "model.safetensors"
+                    self._collector.serve_weights(weights, version=version)
+                    self._evaluations.append(self._collector.evaluate())
         if first > 0:
             self._weights.send(version=first)
-            if first % self._cfg.evaluate_every == 0 and first not in evaluated:
+            if self._is_every(self._cfg.evaluate_every, first) and first not in evaluated:
                 self._evaluate(version=first)
+
+    def _is_every(self, every: int | None, version: int) -> bool:
+        """Whether it is a version for what happens every so many steps, and behind the last."""
+        is_last = version == self._cfg.total_steps
+        return every is not None and (version % every == 0 or is_last)
 
     def _checkpoint(self, version: int) -> None:
         """Saves the whole run, every so many steps, before the weights of the step go out.
@@ -228,8 +242,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         At staleness 0 nothing is in flight then, so that a resumed run repeats to the bit.
         """
         self._checkpoints.advance()
-        every = self._cfg.checkpoint_every
-        if every is not None and version % every == 0:
+        if self._is_every(self._cfg.checkpoint_every, version):
             cut = self._collector.cut() if self._is_rank_zero else None
             self._checkpoints.begin(version, cut)
 
