@@ -8,7 +8,13 @@ from functools import partial
 import pytest
 from loss_batches import TARGET_VERSION, TablePolicy, backward, random_trajectories, to_batch
 
-from torchrl_llm_async.objectives import DecoupledPPOLoss, OnlineDPOLoss
+from torchrl_llm_async.objectives import (
+    BestOfNLoss,
+    DecoupledPPOLoss,
+    OnlineDPOLoss,
+    ProximalRLOOLoss,
+    TrajectoryBalanceLoss,
+)
 from torchrl_llm_async.packing import pack_rows, pad_rows
 
 # Each with the options under which it reads the keys named, so that together they read all.
@@ -31,7 +37,25 @@ READS = {
         ["assistant_mask", "segment_ids", "ref_log_prob", "reward", "group_id"],
     ),
     "dpo on stale pairs": (partial(OnlineDPOLoss, importance_cap=1.1), ["sample_log_prob"]),
+    "rloo": (
+        ProximalRLOOLoss,
+        [
+            "assistant_mask",
+            "segment_ids",
+            "reward",
+            "group_id",
+            "advantage",
+            "sample_log_prob",
+        ],
+    ),
+    "best of n": (BestOfNLoss, ["assistant_mask", "segment_ids", "reward", "group_id"]),
+    "trajectory balance": (
+        TrajectoryBalanceLoss,
+        ["assistant_mask", "segment_ids", "ref_log_prob", "reward", "group_id", "group_size"],
+    ),
 }
+# Every loss has this key; these have no use for it.
+WITHOUT_REFERENCE = (ProximalRLOOLoss, BestOfNLoss)
 CASES = [(loss, key) for loss, (_, keys) in READS.items() for key in keys]
 # Not there, these are done without: one sequence per row, the current policy as the anchor.
 OPTIONAL = {"segment_ids", "prox_log_prob"}
@@ -48,14 +72,21 @@ def run(loss, batch, pack) -> list:
 
 
 def test_every_key_of_every_loss_has_a_case():
-    for loss_class in (DecoupledPPOLoss, OnlineDPOLoss):
+    for loss_class in (
+        DecoupledPPOLoss,
+        OnlineDPOLoss,
+        ProximalRLOOLoss,
+        BestOfNLoss,
+        TrajectoryBalanceLoss,
+    ):
+        unused = {"ref_log_prob"} if loss_class in WITHOUT_REFERENCE else set()
         names = {
             key
             for make, keys in READS.values()
             if isinstance(make(TablePolicy([])), loss_class)
             for key in keys
         }
-        assert names == {field.name for field in fields(loss_class.default_keys)}
+        assert names | unused == {field.name for field in fields(loss_class.default_keys)}
 
 
 @pytest.mark.parametrize(("name", "key"), CASES)
