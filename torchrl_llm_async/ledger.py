@@ -40,6 +40,9 @@ class Ledger:
         self._submitted: Counter[int] = Counter()  # by start version
         self._ended: dict[str, Counter[int]] = {end: Counter() for end in _ENDS}
         self._reasons: Counter[tuple[str, str]] = Counter()
+        # Start versions of entries made since the last step began, and in the step before.
+        self._touched: set[int] = set()
+        self._touched_before: set[int] = set()
 
     def submit(self, group_id: int, start_version: int) -> None:
         """Enters a group that was admitted."""
@@ -49,6 +52,7 @@ class Ledger:
         if start_version not in self._submitted:
             self._fold(start_version - _ROWS)
         self._submitted[start_version] += 1
+        self._touched.add(start_version)
 
     def accept(self, group_id: int) -> None:
         """running -> accepted."""
@@ -68,6 +72,10 @@ class Ledger:
         source = self._waiting if group_id in self._waiting else self._running
         self._ended["dropped"][self._take(group_id, source)] += 1
         self._reasons["dropped", reason] += 1
+
+    def begin_step(self) -> None:
+        """Tells that the entries that follow are of another step."""
+        self._touched_before, self._touched = self._touched, set()
 
     def counts(self) -> dict[str, int]:
         """Number of groups submitted, in each state, and consumed.
@@ -125,6 +133,32 @@ class Ledger:
             for version, submitted in sorted(self._submitted.items())
         }
 
+    def news(self) -> dict[int, dict[str, int]]:
+        """The rows of :meth:`by_version` that matter now, without zeros.
+
+        Those with groups under way, and those that have changed since the step before the last one
+        began: so whoever reads them once a step gets the last state of each.
+
+        Examples:
+            >>> ledger = Ledger()
+            >>> ledger.submit(0, start_version=0), ledger.submit(1, start_version=1)
+            (None, None)
+            >>> ledger.reject(0, "timeout")
+            >>> ledger.news()
+            {0: {'submitted': 1, 'rejected': 1}, 1: {'submitted': 1, 'running': 1}}
+            >>> ledger.begin_step(), ledger.begin_step()
+            (None, None)
+            >>> ledger.news()
+            {1: {'submitted': 1, 'running': 1}}
+        """
+        under_way = {*self._running.values(), *self._waiting.values()}
+        wanted = under_way | self._touched | self._touched_before
+        return {
+            version: {name: count for name, count in row.items() if count}
+            for version, row in self.by_version().items()
+            if version in wanted
+        }
+
     def reasons(self) -> dict[tuple[str, str], int]:
         """Number of groups by ``"rejected"`` or ``"dropped"``, and reason."""
         return dict(self._reasons)
@@ -137,6 +171,8 @@ class Ledger:
             "submitted": _pairs(self._submitted),
             **{end: _pairs(self._ended[end]) for end in _ENDS},
             "reasons": [[*key, count] for key, count in self._reasons.items()],
+            "touched": sorted(self._touched),
+            "touched_before": sorted(self._touched_before),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -146,23 +182,29 @@ class Ledger:
         self._submitted = Counter(dict(map(tuple, state["submitted"])))
         self._ended = {end: Counter(dict(map(tuple, state[end]))) for end in _ENDS}
         self._reasons = Counter({(kind, why): count for kind, why, count in state["reasons"]})
+        self._touched = set(state["touched"])
+        self._touched_before = set(state["touched_before"])
 
     def _fold(self, before: int) -> None:
         """Adds up the rows of old versions none of whose groups is under way."""
         under_way = {*self._running.values(), *self._waiting.values()}
-        for version in [v for v in self._submitted if 0 <= v < before and v not in under_way]:
+        old = {v for v in self._submitted if 0 <= v < before and v not in under_way}
+        self._touched -= old
+        self._touched_before -= old
+        for version in old:
             for counter in (self._submitted, *self._ended.values()):
                 counter[-1] += counter.pop(version, 0)
 
-    @staticmethod
-    def _take(group_id: int, groups: dict[int, int]) -> int:
+    def _take(self, group_id: int, groups: dict[int, int]) -> int:
         if group_id not in groups:
             raise ValueError(
                 f"group {group_id} is not in that state: it was never announced, or was delivered, "
                 "retracted or dropped before; announce() a group when it is admitted and deliver "
                 "it once"
             )
-        return groups.pop(group_id)
+        start_version = groups.pop(group_id)
+        self._touched.add(start_version)
+        return start_version
 
 
 def _pairs(mapping: dict[int, int]) -> list[list[int]]:

@@ -175,7 +175,7 @@ class AsyncLLMCollector(BaseCollector):
         self._served_version = 0
         self._stopping = False
         self._state: Tree = None  # of the run to go on with
-        self._dropped: list[tuple[int, str]] = []
+        self._dropped: dict[int, str] = {}  # that the host has not told to have carried out
 
     # ------------------------------------------------------------------ life
     def start(self) -> None:
@@ -309,11 +309,13 @@ class AsyncLLMCollector(BaseCollector):
             case ("served", version, stats):
                 self._served_version, self._stats = version, stats
                 if self.replay_buffer is not None:
-                    check_ledgers(stats, self.replay_buffer.ledger(), dropped=bool(self._dropped))
+                    check_ledgers(stats, self.replay_buffer.ledger())
             case ("rejected", group_id, reason, stats):
                 self._stats = stats
                 if self.replay_buffer is not None:
                     self.replay_buffer.retract(group_id, reason)
+            case ("dropped", group_id):
+                self._dropped.pop(group_id, None)
             case ("cut", tag, state):
                 # Now: all that was sent before is in the buffer, and nothing of what comes.
                 cut = complete_cut(state, self.replay_buffer, self._dropped, self._served_version)
@@ -381,17 +383,15 @@ class AsyncLLMCollector(BaseCollector):
     # ------------------------------------------------------------------ while it runs
     def drop(self, group_id: int, reason: str) -> None:
         """Gives a group up, and admits another: the buffer's ``on_drop``."""
-        self._dropped.append((group_id, reason))
+        self._dropped[group_id] = reason
         self._command("drop", group_id, reason)
 
     def pause(self) -> AbstractContextManager:
         """Stops generation at the next token boundary and admits nothing, until :meth:`resume`.
 
         What is in flight stays as it is. Weights are updated meanwhile, unless an evaluation is
-        under way: that stands still too, and updates wait for it as ever.
-
-        Returns:
-            A context manager that resumes when it is left.
+        under way: that stands still too, and updates wait for it as ever. The context manager that
+        is returned resumes when it is left.
 
         Examples:
             >>> with collector.pause():
@@ -453,8 +453,7 @@ class AsyncLLMCollector(BaseCollector):
     def stats(self) -> dict[str, int | float | bool]:
         """Counters since the start, as of the last group or weight switch heard of.
 
-        Those of :class:`.RolloutStats`, with rejected groups by reason as ``"rejected/<reason>"``,
-        and ``"policy_version"``.
+        Those of :meth:`.RolloutStats.flat`, a former run's included, and ``"policy_version"``.
         """
         return {**self._stats.flat(), "policy_version": self._served_version}
 
@@ -490,10 +489,11 @@ class AsyncLLMCollector(BaseCollector):
         """Has :meth:`start` go on where the state was taken.
 
         Start it, then publish the weights of the version that is trained: groups in flight are
-        taken up, and others admitted, once the engines serve a version as new as those did.
-        The replay buffer is restored by its own :meth:`.StalenessReplayBuffer.loads`, before.
+        taken up, and others admitted, once the engines serve a version as new as those did. The
+        replay buffer is restored before, by its :meth:`.StalenessReplayBuffer.loads`.
         """
         self.set_seed(state_dict["seed"])
         if "controller" in state_dict:
             self._state = dict(state_dict)
             self._yielded = state_dict["controller"]["accepted"]
+            self._stats = RolloutStats(**state_dict["stats"])

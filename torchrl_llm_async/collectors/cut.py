@@ -7,7 +7,7 @@ the collector's, which takes the buffer's when the other arrives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrl_llm_async.checkpoint.tree import Tree
@@ -33,7 +33,7 @@ class Cut:
 def complete_cut(
     state: Tree,
     replay_buffer: StalenessReplayBuffer | None,
-    dropped: Sequence[tuple[int, str]],
+    not_heard: Mapping[int, str],
     served_version: int,
 ) -> Cut:
     """Adds to the state that a collector's host has sent what the trainer's side knows now.
@@ -41,16 +41,26 @@ def complete_cut(
     Args:
         state: the host's.
         replay_buffer: into which everything went that was sent before.
-        dropped: groups that the host was told to give up, with the reasons, in order.
+        not_heard: reasons by id of the drops that the host was told of, and has not told to have
+            carried out. Others may be added meanwhile.
         served_version: what the engines serve.
     """
-    buffer = None if replay_buffer is None else replay_buffer.snapshot()
-    step = served_version if buffer is None else buffer.state["groups"]["consumer_version"]
-    not_heard = [list(drop) for drop in dropped[state["drops_heard"] :]]
-    return Cut({**state, "step": step, "pending_drops": not_heard}, buffer)
+    if replay_buffer is None:
+        return Cut({**state, "step": served_version, "pending_drops": _pairs(not_heard)}, None)
+    buffer = replay_buffer.snapshot()
+    groups = buffer.state["groups"]
+    pending = {**dict(map(tuple, groups["untold"])), **not_heard}
+    for group_id, *_ in groups["running"]:  # dropped after the snapshot
+        pending.pop(group_id, None)
+    collector = {**state, "step": groups["consumer_version"], "pending_drops": _pairs(pending)}
+    return Cut(collector, buffer)
 
 
-def check_ledgers(theirs: RolloutStats, ours: dict[str, int], *, dropped: bool) -> None:
+def _pairs(drops: Mapping[int, str]) -> list[list[int | str]]:
+    return [list(drop) for drop in sorted(drops.items())]
+
+
+def check_ledgers(theirs: RolloutStats, ours: dict[str, int]) -> None:
     """Holds the collector's accounts against the buffer's, after the same messages.
 
     Raises:
@@ -58,7 +68,7 @@ def check_ledgers(theirs: RolloutStats, ours: dict[str, int], *, dropped: bool) 
     """
     # Drops travel the other way: where there are any, only the sum is the same at every instant.
     names = ("submitted", "running", "accepted", "rejected")
-    names = names[:1] if dropped or ours["dropped"] else names
+    names = names[:1] if theirs.dropped or ours["dropped"] else names
     found = {name: getattr(theirs, name) for name in names}
     if found != {name: ours[name] for name in names}:
         raise RuntimeError(f"the collector counts {found} groups, the replay buffer {ours}")

@@ -5,13 +5,15 @@ the loop reaches the other side as an exception with its traceback, and a side t
 by the end of the pipe. Owns no rollout logic.
 
 Messages down: ``("weights", tag, version, path)`` and ``("evaluate", tag)``, carried out in their
-order; ``("drop", group_id, reason)``, ``("cut", tag)``, ``("pause", tag)``, ``("resume", tag)``,
-``("add_engine", tag, engine)``, ``("remove_engine", tag, index)`` and ``("stop",)``, which don't
-wait for those.
+order; ``("pause", tag)`` and ``("resume", tag)``, likewise, beside those; and, at once,
+``("drop", group_id, reason)``, ``("cut", tag)``, ``("add_engine", tag, engine)``,
+``("remove_engine", tag, index)`` and ``("stop",)``. So a drop sent before weights is carried out
+before they are served.
 Messages up: ``("ready", version)``, ``("admitted", group_id, start_version)``,
 ``("group", trajectories, stats)``, ``("rejected", group_id, reason, stats)``,
-``("served", version, stats)``, ``("cut", tag, state)``, ``("answer", tag, value)``,
-``("failed", tag, exception, traceback)``, ``("stopped",)``, ``("error", exception, traceback)``.
+``("dropped", group_id)``, ``("served", version, stats)``, ``("cut", tag, state)``,
+``("answer", tag, value)``, ``("failed", tag, exception, traceback)``, ``("stopped",)``,
+``("error", exception, traceback)``.
 """
 
 from __future__ import annotations
@@ -123,6 +125,7 @@ async def _serve(
 
 async def _work_until_told_to_stop(connection: Connection, rollouts: Rollouts) -> None:
     in_order: asyncio.Queue = asyncio.Queue()
+    pauses: asyncio.Queue = asyncio.Queue()
     at_once: asyncio.Queue = asyncio.Queue()
     stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
@@ -142,6 +145,8 @@ async def _work_until_told_to_stop(connection: Connection, rollouts: Rollouts) -
             stopped.set_result(None)
         elif message[0] in ("weights", "evaluate"):
             in_order.put_nowait(message)
+        elif message[0] in ("pause", "resume"):
+            pauses.put_nowait(message)
         else:
             at_once.put_nowait(message)
 
@@ -155,6 +160,7 @@ async def _work_until_told_to_stop(connection: Connection, rollouts: Rollouts) -
             tasks.create_task(stop())
             tasks.create_task(rollouts.continuous_rollouts())
             tasks.create_task(_switch_and_evaluate(in_order, connection, rollouts, tasks))
+            tasks.create_task(_pause_and_resume(pauses, connection, rollouts))
             tasks.create_task(_control(at_once, connection, rollouts, tasks))
     except* _Stop:
         pass
@@ -184,22 +190,31 @@ async def _switch_and_evaluate(
                 tasks.create_task(evaluate(tag))
 
 
+async def _pause_and_resume(
+    inbox: asyncio.Queue, connection: Connection, rollouts: Rollouts
+) -> None:
+    while True:
+        match await inbox.get():
+            case ("pause", tag):
+                await _answer(connection, tag, rollouts.pause())
+            case ("resume", tag):
+                await _answer(connection, tag, rollouts.resume())
+
+
 async def _control(
     inbox: asyncio.Queue, connection: Connection, rollouts: Rollouts, tasks: asyncio.TaskGroup
 ) -> None:
+    """Waits for nothing but messages: the next may be a drop, which must not come late."""
     engines = rollouts.engine
     while True:
         match await inbox.get():
             case ("drop", group_id, reason):
                 rollouts.drop(group_id, reason)
+                connection.send(("dropped", group_id))
             case ("cut", tag):
                 # Nothing is awaited between the state and its sending, so that no message is
                 # both in it and before it.
                 await _answer(connection, tag, _cut(rollouts), kind="cut")
-            case ("pause", tag):
-                await _answer(connection, tag, rollouts.pause())
-            case ("resume", tag):
-                await _answer(connection, tag, rollouts.resume())
             case ("add_engine", tag, engine):
                 tasks.create_task(_answer(connection, tag, engines.add(engine)))
             case ("remove_engine", tag, index):

@@ -29,8 +29,9 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_llm_async.data.reuse import Reuse
 from torchrl_llm_async.data.row_checks import RowChecks
-from torchrl_llm_async.data.sampler import StalenessSampler, StoredGroup
+from torchrl_llm_async.data.sampler import StalenessSampler
 from torchrl_llm_async.data.snapshot import BufferSnapshot
+from torchrl_llm_async.data.stored_group import StoredGroup
 
 
 class StalenessReplayBuffer(ReplayBuffer):
@@ -124,20 +125,8 @@ class StalenessReplayBuffer(ReplayBuffer):
         reward_key: NestedKey = ("next", "reward"),
         **kwargs: Any,
     ) -> None:
-        if max_reuse < 1:
-            raise ValueError(f"max_reuse is {max_reuse}; it must be at least 1 (no reuse)")
-        if max_reuse > 1 and max_staleness == 0:
-            raise ValueError(
-                f"max_reuse is {max_reuse} and max_staleness 0: at the next step a group would lag "
-                "by 1; set max_staleness to 1 or more"
-            )
         if reuse_groups is None:
             reuse_groups = (max_reuse - 1) * groups_per_step
-        if (max_reuse > 1) != (reuse_groups > 0):
-            raise ValueError(
-                f"max_reuse is {max_reuse} and reuse_groups {reuse_groups}; groups are reused if "
-                "max_reuse is above 1 and reuse_groups above 0"
-            )
         sampler = StalenessSampler(
             groups_per_step=groups_per_step,
             max_staleness=max_staleness,
@@ -183,10 +172,8 @@ class StalenessReplayBuffer(ReplayBuffer):
         # The base class reads and writes under this lock too, so a wait releases all of it.
         self._changed = threading.Condition(self._replay_lock)
         self._failure: BaseException | None = None
-        self._late: set[int] = set()  # dropped, and whose rows may still arrive
         self._in_snapshot: set[int] = set()  # groups that may not have been consumed since
         self._last_batch: dict[str, float] = {}
-        self._totals = {"groups_reused": 0, "discarded_tokens": 0, "wait_s": 0.0}
 
     @property
     def consumer_version(self) -> int:
@@ -222,11 +209,9 @@ class StalenessReplayBuffer(ReplayBuffer):
         """
         with self._changed:
             self._raise_if_over()
-            if group_id in self._late:
-                self._late.remove(group_id)
+            self.sampler.check_announced(group_id)
+            if self.sampler.discard_late(group_id):
                 return
-            if group_id not in self.sampler.running:
-                raise ValueError(_not_running(group_id))
             self.sampler.retract(group_id, reason)
             torchrl_logger.debug(f"group {group_id} retracted: {reason}")
             self._changed.notify_all()
@@ -248,30 +233,37 @@ class StalenessReplayBuffer(ReplayBuffer):
                 running, its start version is not the announced one, or a row holds no sampled
                 token, one older than its start version or one newer than the trainer. Nothing is
                 stored then, of any group.
-            RuntimeError: the buffer is closed, or the transform returned other than K rows.
+            RuntimeError: the buffer is closed, the transform returned other than K rows, or, before
+                anything is overwritten, the storage is full.
+            Exception: whatever the transform raises. Groups that came before it are stored.
         """
+        slots = [torch.empty(0, dtype=torch.int64)]
         with self._changed:
             self._raise_if_over()
             groups = self._checks.split(data, newest_version=self.consumer_version)
             for _, group_id, summary in groups:
-                self._check_announced(group_id, summary["start_version"])
-            slots = [torch.empty(0, dtype=torch.int64)]
-            for rows, group_id, summary in groups:
-                if group_id in self._late:
-                    self._late.remove(group_id)
-                    self._totals["discarded_tokens"] += sum(summary["token_versions"].values())
-                    continue
-                index = super().extend(rows, update_priority=update_priority)
-                if index.numel() != self.group_size:
-                    raise RuntimeError(
-                        f"the transform turned the {self.group_size} rows of group {group_id} into "
-                        f"{index.numel()}; reject groups where they are produced, not here"
-                    )
-                group = StoredGroup(index=index, delivered_at=self.consumer_version, **summary)
-                self.sampler.deliver(group_id, group)
-                slots.append(index)
-            self._changed.notify_all()
+                self.sampler.check_announced(group_id, summary["start_version"])
+            try:
+                for rows, group_id, summary in groups:
+                    if not self.sampler.discard_late(group_id, summary["token_versions"]):
+                        slots.append(self._store(rows, group_id, summary, update_priority))
+            finally:  # Where a group fails, those before it are there.
+                self._changed.notify_all()
         return torch.cat(slots)
+
+    def _store(
+        self, rows: TensorDictBase, group_id: int, summary: dict[str, Any], priority: bool | None
+    ) -> torch.Tensor:
+        index = super().extend(rows, update_priority=priority)
+        if index.numel() != self.group_size:
+            self.sampler.free(index, self.storage)
+            raise RuntimeError(
+                f"the transform turned the {self.group_size} rows of group {group_id} into "
+                f"{index.numel()}; reject groups where they are produced, not here"
+            )
+        group = StoredGroup(index=index, delivered_at=self.consumer_version, **summary)
+        self.sampler.deliver(group_id, group)
+        return index
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
         """Adds one row; only a group of size 1 is whole."""
@@ -321,7 +313,7 @@ class StalenessReplayBuffer(ReplayBuffer):
         with self._changed:
             ready = self._changed.wait_for(lambda: self._is_over() or self.can_sample(), timeout)
             waited = time.monotonic() - begin
-            self._totals["wait_s"] += waited
+            self.sampler.totals["wait_s"] += waited
             self._raise_if_over()
             if not ready:
                 raise TimeoutError(
@@ -337,13 +329,13 @@ class StalenessReplayBuffer(ReplayBuffer):
             for lag, tokens in info["lag_histogram"].items():
                 self._last_batch[f"lag_tokens/{lag}"] = tokens
             self._last_batch |= {"last_wait_s": waited, "queue_depth": depth}
-            self._totals["groups_reused"] += len(info["reused_ids"])
             # With on_stale="wait" there are none: the step has waited for them.
             dropped = self.sampler.drop_overdue()
-            self._late.update(dropped)
         # Not under the lock: whoever is told may hold a lock of its own and call the buffer.
         for group_id in dropped:
             self._on_drop(group_id, "stale")
+            with self._changed:
+                self.sampler.untold.pop(group_id, None)
         return (batch, info) if return_info else batch
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -354,18 +346,26 @@ class StalenessReplayBuffer(ReplayBuffer):
 
     close = shutdown
 
-    def ledger(self) -> dict[str, int]:
-        """What became of all groups: see :meth:`.Ledger.counts`.
+    def ledger(self) -> dict[str, Any]:
+        """What became of all groups, and by start version: :meth:`.Ledger.counts` and ``news``.
+
+        Returns:
+            ``"submitted"``, ``"running"``, ``"accepted"``, ``"rejected"``, ``"dropped"`` and
+            ``"consumed"`` of the whole run; under ``"by_version"`` the same, without zeros, for the
+            versions that have groups under way or changed in the last two steps.
 
         Raises:
             RuntimeError: it does not add up, or is not what the buffer holds.
         """
         with self._changed:
-            counts = self.sampler.ledger.counts()
-            held = len(self.sampler.running), len(self.sampler.finished)
-            if held != (counts["running"], counts["accepted"] - counts["consumed"]):
-                raise RuntimeError(f"the buffer holds {held} groups, its ledger says {counts}")
-            return counts
+            return {**self._counts(), "by_version": self.sampler.ledger.news()}
+
+    def _counts(self) -> dict[str, int]:
+        counts = self.sampler.ledger.counts()
+        held = len(self.sampler.running), len(self.sampler.finished)
+        if held != (counts["running"], counts["accepted"] - counts["consumed"]):
+            raise RuntimeError(f"the buffer holds {held} groups, its ledger says {counts}")
+        return counts
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's figures and, beside them:
@@ -389,15 +389,19 @@ class StalenessReplayBuffer(ReplayBuffer):
                 **super().stats(),
                 "consumer_version": self.consumer_version,
                 "groups_ready": len(self.sampler.finished),
-                **{f"groups_{name}": count for name, count in self.ledger().items()},
+                **{f"groups_{name}": count for name, count in self._counts().items()},
                 **{f"{end}/{reason}": count for (end, reason), count in reasons.items()},
-                **self._totals,
+                **self.sampler.totals,
                 **self._last_batch,
             }
 
     # ------------------------------------------------------------------ checkpoints
     def snapshot(self) -> BufferSnapshot:
-        """Everything as it is now, for :meth:`BufferSnapshot.save` to write whenever it likes."""
+        """Everything as it is now, for :meth:`BufferSnapshot.save` to write whenever it likes.
+
+        ``state["groups"]["untold"]`` lists the groups that are dropped, with the reasons, of which
+        ``on_drop`` has not been told to the end. That is for whoever restores the controller.
+        """
         with self._changed:
             sampler = self.sampler
             groups = [*sampler.finished.values(), *sampler.reusable.values()]
@@ -409,12 +413,26 @@ class StalenessReplayBuffer(ReplayBuffer):
                 "group_size": self.group_size,
                 "groups": sampler.groups_state(),
                 "order": [*sampler.finished, *sampler.reusable],
-                "late": sorted(self._late),
-                "totals": dict(self._totals),
                 "transform": dict(self.transform.state_dict()),
                 "generator": None if generator is None else generator.get_state(),
             }
         return BufferSnapshot(rows, state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` gave, which some storages have.
+
+        Raises:
+            ValueError: with these bounds some deadline can't be met any more.
+        """
+        with self._changed:
+            super().load_state_dict(state_dict)
+            self._changed.notify_all()
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forgets all groups, those expected included, and the figures; the next step is step 0."""
+        with self._changed:
+            super().empty(empty_write_count)
+            self._last_batch = {}
 
     def dumps(self, path: str | Path) -> None:
         """Saves the buffer into a folder, as JSON and safetensors."""
@@ -449,8 +467,6 @@ class StalenessReplayBuffer(ReplayBuffer):
                 state["groups"],
                 store=lambda i: self._extend(lazy_stack(saved.rows[begin[i] : begin[i] + size])),
             )
-            self._late = set(state["late"])
-            self._totals = dict(state["totals"])
             self.transform.load_state_dict(state["transform"])
             if state["generator"] is not None and getattr(self, "_rng", None) is not None:
                 self._rng.set_state(state["generator"])
@@ -479,20 +495,3 @@ class StalenessReplayBuffer(ReplayBuffer):
             raise self._failure
         if not self.is_alive:
             raise RuntimeError("the replay buffer is closed")
-
-    def _check_announced(self, group_id: int, start_version: int) -> None:
-        announced = self.sampler.running.get(group_id)
-        if announced is None and group_id not in self._late:
-            raise ValueError(_not_running(group_id))
-        if announced not in (None, start_version):
-            raise ValueError(
-                f"rows of group {group_id} have start version {start_version}; {announced} was "
-                "announced"
-            )
-
-
-def _not_running(group_id: int) -> str:
-    return (
-        f"group {group_id} is not running: it was never announced, or was delivered, retracted or "
-        "dropped before; announce() a group when it is admitted and deliver it once"
-    )

@@ -8,18 +8,19 @@ neither locks nor waits, which is the business of :class:`.StalenessReplayBuffer
 from __future__ import annotations
 
 import bisect
+import heapq
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
 from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
-from torchrl_llm_async.data.lags import lag_figures
 from torchrl_llm_async.data.reuse import Reuse, choose_reused
+from torchrl_llm_async.data.stored_group import StoredGroup, lags_of, seconds_of
 from torchrl_llm_async.deadlines import (
     check_bounds,
     check_deadlines,
@@ -27,21 +28,6 @@ from torchrl_llm_async.deadlines import (
     least_staleness,
 )
 from torchrl_llm_async.ledger import Ledger
-
-
-@dataclass(frozen=True)
-class StoredGroup:
-    """A complete group: where its rows lie, and what its figures will be computed from."""
-
-    start_version: int
-    index: torch.Tensor  # [K] int64, slots in the storage
-    token_versions: dict[int, int]  # number of sampled tokens by their version
-    oldest: tuple[int, ...]  # [K], smallest token version of each row
-    delivered_at: int  # the step that was to consume next when it was complete
-    reward: float = 0.0  # mean over its rows, where reuse asks for it
-    flight_s: float = 0.0  # from announcement to completion
-    arrived: float = 0.0  # when that was, on this process's monotonic clock
-    uses: int = 0  # steps that have trained on it
 
 
 class StalenessSampler(ConsumingSampler):
@@ -65,6 +51,9 @@ class StalenessSampler(ConsumingSampler):
         running: start version by id of the groups that are announced and not complete.
         finished: the complete groups by id.
         reusable: by id, the groups that were consumed and may be trained on once more.
+        late: the groups that were dropped and whose rows, or retraction, may still come.
+        untold: by id, why a group was dropped, until whoever refunds it has been told.
+        totals: further figures since the start of the run, of which the buffer counts its own.
         ledger: what became of each group.
 
     .. seealso:: :class:`~torchrl.data.replay_buffers.samplers.StalenessAwareSampler` weights or
@@ -82,6 +71,18 @@ class StalenessSampler(ConsumingSampler):
         reuse_groups: int = 0,
     ) -> None:
         check_bounds(groups_per_step, max_staleness)
+        if max_reuse < 1:
+            raise ValueError(f"max_reuse is {max_reuse}; it must be at least 1 (no reuse)")
+        if max_reuse > 1 and max_staleness == 0:
+            raise ValueError(
+                f"max_reuse is {max_reuse} and max_staleness 0: at the next step a group would lag "
+                "by 1; set max_staleness to 1 or more"
+            )
+        if (max_reuse > 1) != (reuse_groups > 0):
+            raise ValueError(
+                f"max_reuse is {max_reuse} and reuse_groups {reuse_groups}; groups are reused if "
+                "max_reuse is above 1 and reuse_groups above 0"
+            )
         if on_stale not in ("wait", "drop"):
             raise ValueError(f"on_stale is {on_stale!r}; it must be 'wait' or 'drop'")
         if reuse not in get_args(Reuse):
@@ -100,6 +101,9 @@ class StalenessSampler(ConsumingSampler):
         self.running: dict[int, int] = {}
         self.finished: dict[int, StoredGroup] = {}
         self.reusable: dict[int, StoredGroup] = {}
+        self.late: set[int] = set()
+        self.untold: dict[int, str] = {}
+        self.totals = {"groups_reused": 0, "discarded_tokens": 0, "wait_s": 0.0}
         self.ledger = Ledger()
         self._last_announced: tuple[int, int] | None = None  # (start version, group id)
         self._announced: dict[int, float] = {}  # when, on the monotonic clock
@@ -159,6 +163,33 @@ class StalenessSampler(ConsumingSampler):
         self.ledger.reject(group_id, reason)
         self._leave_running(group_id)
 
+    def check_announced(self, group_id: int, start_version: int | None = None) -> None:
+        """Checks that a group is running, or dropped and not heard of since.
+
+        Raises:
+            ValueError: it is not, or was announced with another start version.
+        """
+        announced = self.running.get(group_id)
+        if announced is None and group_id not in self.late:
+            raise ValueError(
+                f"group {group_id} is not running: it was never announced, or was delivered, "
+                "retracted or dropped before; announce() a group when it is admitted and deliver "
+                "it once"
+            )
+        if announced is not None and start_version not in (None, announced):
+            raise ValueError(
+                f"rows of group {group_id} have start version {start_version}; {announced} was "
+                "announced"
+            )
+
+    def discard_late(self, group_id: int, tokens: Mapping[int, int] | None = None) -> bool:
+        """Whether a group was dropped; then its rows (tokens by version) or retraction came now."""
+        if group_id not in self.late:
+            return False
+        self.late.remove(group_id)
+        self.totals["discarded_tokens"] += sum((tokens or {}).values())
+        return True
+
     def drop_overdue(self) -> list[int]:
         """Drops the groups that should have been part of a step already; returns their ids."""
         overdue = []
@@ -169,6 +200,8 @@ class StalenessSampler(ConsumingSampler):
         for group_id in overdue:
             self.ledger.drop(group_id, "stale")
             self._leave_running(group_id)
+            self.late.add(group_id)
+            self.untold[group_id] = "stale"
         return overdue
 
     def _leave_running(self, group_id: int) -> float:
@@ -227,6 +260,7 @@ class StalenessSampler(ConsumingSampler):
         if not self.can_sample(storage, batch_size):
             raise RuntimeError(f"step {self.consumer_version} has to wait for more groups")
         step = self.consumer_version
+        self.ledger.begin_step()
         chosen = self._order[: self.groups_per_step]
         del self._order[: self.groups_per_step]
         fresh: dict[int, StoredGroup] = {}
@@ -236,14 +270,15 @@ class StalenessSampler(ConsumingSampler):
             self.ledger.consume(group_id)
         reused = self._choose_reused()
         groups = [*fresh.values(), *reused.values()]
+        self.totals["groups_reused"] += len(reused)
         self.consumer_version += 1
         self._free_used({**self.reusable, **fresh}, used={*fresh, *reused}, storage=storage)
         return torch.cat([group.index for group in groups]), {
             "step": step,
             "group_ids": list(fresh),
             "reused_ids": list(reused),
-            **_lags(step, groups),
-            **_seconds(fresh.values()),
+            **lags_of(step, groups),
+            **seconds_of(fresh.values()),
         }
 
     def _choose_reused(self) -> dict[int, StoredGroup]:
@@ -261,23 +296,49 @@ class StalenessSampler(ConsumingSampler):
         self, groups: dict[int, StoredGroup], *, used: set[int], storage: Storage
     ) -> None:
         """Keeps what the next step may reuse; the slots of the others are free."""
-        self.reusable, free = {}, []
-        for group_id, group in groups.items():
-            uses = group.uses + (group_id in used)
-            if self._may_be_reused(uses, group.oldest):
-                self.reusable[group_id] = replace(group, uses=uses)
-            else:
-                free.append(group.index)
-        self._ensure_state(storage)
-        if free:
-            index = torch.cat(free)
-            self._sample_count[index] = self.max_sample_count
-            self._live_mask[index] = False
-            self._append_free_indices(index)
+        groups = {i: replace(group, uses=group.uses + (i in used)) for i, group in groups.items()}
+        keep = self._reusable_ids(
+            (group.start_version, group_id)
+            for group_id, group in groups.items()
+            if self._may_be_reused(group.uses, group.oldest)
+        )
+        self.reusable = {i: group for i, group in groups.items() if i in keep}
+        for group_id in groups.keys() - keep:
+            self.free(groups[group_id].index, storage)
 
     def _may_be_reused(self, uses: int, oldest: Sequence[int]) -> bool:
         is_young = min(oldest) >= self.consumer_version - self.max_staleness
-        return uses < self.max_reuse and is_young and self.reuse_groups > 0
+        return uses < self.max_reuse and is_young
+
+    def _reusable_ids(self, candidates: Iterable[tuple[int, int]]) -> set[int]:
+        """Of pairs (start version, id) the newest, as many as there is room for."""
+        # Steps of this size leave no more, but those of a run resumed with fewer groups may have.
+        room = self.max_staleness * self.groups_per_step
+        return {group_id for _, group_id in heapq.nlargest(room, candidates)}
+
+    # ------------------------------------------------------------------ slots
+    def free(self, index: torch.Tensor, storage: Storage) -> None:
+        """Gives slots back, to be written to again."""
+        self._ensure_state(storage)
+        self._sample_count[index] = self.max_sample_count
+        self._live_mask[index] = False
+        self._append_free_indices(index)
+
+    def _pop_consumed_indices(
+        self, storage: Storage | None = None, max_count: int | None = None
+    ) -> torch.Tensor:
+        # TorchRL 0.14.1 asks for free slots here before it writes, and where there are too few its
+        # writer goes round and takes what is in use.
+        index = super()._pop_consumed_indices(storage, max_count)
+        missing = max_count - index.numel()
+        if len(storage) + missing > storage.max_size:
+            self._append_free_indices(index)
+            raise RuntimeError(
+                f"the storage of {storage.max_size} rows has no {max_count} free slots: "
+                f"{len(self.finished)} groups wait to be consumed and {len(self.reusable)} may be "
+                "reused; nothing was overwritten"
+            )
+        return index
 
     def _ensure_state(self, storage: Storage | None = None, *, min_capacity: int = 0) -> None:
         # TorchRL 0.14.1 goes through all slots here, several times for each group that enters. What
@@ -304,8 +365,11 @@ class StalenessSampler(ConsumingSampler):
                 [group_id, start, now - self._announced[group_id]]
                 for group_id, start in self.running.items()
             ],
-            "finished": [_pack(*item, now) for item in self.finished.items()],
-            "reusable": [_pack(*item, now) for item in self.reusable.items()],
+            "finished": [group.pack(i, now) for i, group in self.finished.items()],
+            "reusable": [group.pack(i, now) for i, group in self.reusable.items()],
+            "late": sorted(self.late),
+            "untold": list(map(list, self.untold.items())),
+            "totals": dict(self.totals),
             "ledger": self.ledger.state_dict(),
         }
 
@@ -329,13 +393,19 @@ class StalenessSampler(ConsumingSampler):
         now = time.monotonic()
         self.running = running
         self._announced = {group_id: now - age for group_id, _, age in state["running"]}
-        reusable = [p for p in state["reusable"] if self._may_be_reused(p["uses"], p["oldest"])]
-        reusable.sort(key=lambda packed: (packed["start_version"], packed["id"]))
-        room = self.max_staleness * self.groups_per_step
-        self.finished, self.reusable = (
-            {packed["id"]: _unpack(packed, now, store) for packed in groups}
-            for groups in (state["finished"], reusable[-room:])
+        keep = self._reusable_ids(
+            (packed["start_version"], packed["id"])
+            for packed in state["reusable"]
+            if self._may_be_reused(packed["uses"], packed["oldest"])
         )
+        reusable = [packed for packed in state["reusable"] if packed["id"] in keep]
+        self.finished, self.reusable = (
+            {packed["id"]: StoredGroup.unpack(packed, now, store) for packed in groups}
+            for groups in (state["finished"], reusable)
+        )
+        self.late = set(state["late"])
+        self.untold = {}  # With the controller's state go those that it has to be told of.
+        self.totals = dict(state["totals"])
         self.ledger.load_state_dict(state["ledger"])
         self._count_groups()
 
@@ -357,9 +427,16 @@ class StalenessSampler(ConsumingSampler):
         return OrderedDict(super().state_dict(), groups=self.groups_state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` gave."""
-        super().load_state_dict(state_dict)
+        """Restores what :meth:`state_dict` gave, as :meth:`load_groups_state`."""
         self.load_groups_state(state_dict["groups"])
+        super().load_state_dict(state_dict)
+        if self._sample_count is None:
+            return  # Nothing was ever stored.
+        used = [group.index for group in (*self.finished.values(), *self.reusable.values())]
+        self._live_mask[:] = False
+        self._live_mask[torch.cat([torch.empty(0, dtype=torch.int64), *used])] = True
+        self._sample_count[~self._live_mask] = self.max_sample_count
+        self._rebuild_free_indices()
 
     def __repr__(self) -> str:
         return (
@@ -373,51 +450,3 @@ def _decrease(counter: Counter[int], key: int) -> None:
     counter[key] -= 1
     if not counter[key]:
         del counter[key]
-
-
-def _lags(step: int, groups: list[StoredGroup]) -> dict[str, Any]:
-    tokens: Counter[int] = Counter()
-    for group in groups:
-        for version, count in group.token_versions.items():
-            tokens[step - version] += count
-    rows = [(group.delivered_at, oldest) for group in groups for oldest in group.oldest]
-    return {
-        **lag_figures("token", tokens),
-        **lag_figures("sample", Counter(step - oldest for _, oldest in rows)),
-        # A sample's lag is what it has gathered while it was sampled, and then waiting here.
-        **lag_figures("flight", Counter(delivered - oldest for delivered, oldest in rows)),
-        **lag_figures("queue", Counter(step - delivered for delivered, _ in rows)),
-        "lag_histogram": dict(sorted(tokens.items())),
-    }
-
-
-def _seconds(groups: Iterable[StoredGroup]) -> dict[str, float]:
-    now = time.monotonic()
-    figures = {}
-    for name, seconds in (
-        ("flight_s", [group.flight_s for group in groups]),
-        ("queue_s", [now - group.arrived for group in groups]),
-    ):
-        figures[f"{name}_mean"] = sum(seconds) / len(seconds)
-        figures[f"{name}_max"] = max(seconds)
-    return figures
-
-
-def _pack(group_id: int, group: StoredGroup, now: float) -> dict[str, Any]:
-    return {
-        "id": group_id,
-        **vars(group),
-        "token_versions": list(map(list, group.token_versions.items())),
-        "arrived": now - group.arrived,
-    }
-
-
-def _unpack(
-    packed: dict[str, Any], now: float, store: Callable[[int], torch.Tensor] | None
-) -> StoredGroup:
-    values = {name: value for name, value in packed.items() if name != "id"}
-    values["index"] = values["index"] if store is None else store(packed["id"])
-    values["token_versions"] = dict(map(tuple, packed["token_versions"]))
-    values["oldest"] = tuple(packed["oldest"])
-    values["arrived"] = now - packed["arrived"]
-    return StoredGroup(**values)
