@@ -6,6 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,42 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
 def test_keep_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep is 0"):
         CheckpointStore(tmp_path, keep=0)
+
+
+def test_what_others_put_there_is_let_alone(tmp_path: Path) -> None:
+    """Neither counted, nor removed, nor in the way."""
+    store = CheckpointStore(tmp_path, keep=1)
+    (tmp_path / "step_00002.tar.gz").write_text("a backup")
+    (tmp_path / "step_00099.old").write_text("no folder")
+    (tmp_path / "notes").mkdir()
+    copy = shutil.copytree(write(store, 1), tmp_path / "step_00001.bak")
+    for version in (2, 3):
+        write(store, version)
+    assert names(store) == [
+        *("notes", "step_00001.bak", "step_00002.tar.gz", "step_00003", "step_00099.old")
+    ]
+    assert store.newest() == tmp_path / "step_00003"
+    assert CheckpointStore.verified(copy) == copy  # to be gone on from by its name
+
+
+def test_a_run_comes_back_to_where_it_went_on_from(tmp_path: Path) -> None:
+    """Also if it is killed before its next checkpoint; and the later one is still there."""
+    store = CheckpointStore(tmp_path)
+    earlier, later = write(store, 4), write(store, 6)
+    store.make_newest(earlier)
+    assert CheckpointStore(tmp_path).newest() == earlier
+    assert CheckpointStore.verified(later) == later
+    manifest = (earlier / "manifest.json").read_text()
+    store.make_newest(earlier)
+    assert (earlier / "manifest.json").read_text() == manifest
+    assert write(store, 5) == store.newest()
+    assert names(store) == ["step_00004", "step_00005"]
+    with pytest.raises(ValueError, match="is none of the checkpoints in"):
+        store.make_newest(tmp_path / "elsewhere")
+
+
+def test_an_empty_one_is_none(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.begin(1)
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        CheckpointStore.verified(store.commit(1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torchrl._utils import logger as torchrl_logger
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_\d+(-\d+)?")
 
 
 class CheckpointStore:
@@ -27,7 +29,8 @@ class CheckpointStore:
     a later version is there: a run that was resumed further back has made that obsolete.
 
     Args:
-        root: folder, made if missing; the store's alone. One process writes into it at a time.
+        root: folder, made if missing. One process writes into it at a time. What has other names
+            than the store's is let alone.
         keep: good checkpoints that stay; damaged ones go when so many newer ones are there.
 
     Raises:
@@ -55,7 +58,7 @@ class CheckpointStore:
             self.root.mkdir(parents=True)
             _sync(self.root.parent)
         for suffix in (".part", ".old"):  # of a process that was killed
-            for left_over in self.root.glob(f"step_*{suffix}"):
+            for left_over in self._folders(suffix):
                 shutil.rmtree(left_over)
         folder = self._part(version)
         folder.mkdir()
@@ -75,10 +78,10 @@ class CheckpointStore:
         manifest = {
             "format": _FORMAT,
             "version": version,
-            "commit": max((number for number, _ in self._committed()), default=0) + 1,
+            "commit": self._next_commit(),
             "files": {str(file.relative_to(part)): _fingerprint(file) for file in files},
         }
-        (part / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        _write_manifest(part, manifest)
         folders = [path for path in part.rglob("*") if path.is_dir()]
         for path in (*files, part / _MANIFEST, *folders, part):
             _sync(path)
@@ -92,6 +95,21 @@ class CheckpointStore:
         self._good[final] = True
         self._prune()
         return final
+
+    def make_newest(self, folder: Path) -> None:
+        """For a run that goes on from this checkpoint: it comes back to it, not to a later one.
+
+        Raises:
+            ValueError: it is none of the store's.
+        """
+        if folder not in self._folders():
+            raise ValueError(f"{folder} is none of the checkpoints in {self.root}")
+        manifest = _read_manifest(folder)
+        if manifest["commit"] + 1 < self._next_commit():
+            _write_manifest(folder, manifest | {"commit": self._next_commit()})
+
+    def _next_commit(self) -> int:
+        return max((number for number, _ in self._committed()), default=0) + 1
 
     def _prune(self) -> None:
         good = 0
@@ -126,7 +144,7 @@ class CheckpointStore:
             ValueError: it is none, and why.
         """
         manifest = _read_manifest(folder)
-        if manifest is None:
+        if manifest is None or not manifest["files"]:
             raise ValueError(f"{folder} is no checkpoint: it has no readable {_MANIFEST}")
         if manifest["format"] != _FORMAT:
             raise ValueError(
@@ -150,12 +168,29 @@ class CheckpointStore:
 
     def _committed(self) -> list[tuple[int, Path]]:
         """Order of commitment and folder of all that look like checkpoints; 0 if it is unknown."""
-        folders = [p for p in self.root.glob("step_*") if p.suffix not in (".part", ".old")]
+        folders = self._folders()
         manifests = [_read_manifest(folder) for folder in folders]
         return [
             (0 if manifest is None else manifest["commit"], folder)
             for folder, manifest in zip(folders, manifests, strict=True)
         ]
+
+    def _folders(self, suffix: str = "") -> list[Path]:
+        """Those the store has made, with this behind their names."""
+        return [
+            path
+            for path in self.root.glob(f"step_*{suffix}")
+            if _NAME.fullmatch(path.name.removesuffix(suffix)) and path.is_dir()
+        ]
+
+
+def _write_manifest(folder: Path, manifest: dict) -> None:
+    """Durably, and never half: the new one, or the one before."""
+    new = folder / f"{_MANIFEST}.new"
+    new.write_text(json.dumps(manifest, indent=1))
+    _sync(new)
+    new.replace(folder / _MANIFEST)
+    _sync(folder)
 
 
 def _read_manifest(folder: Path) -> dict | None:
