@@ -74,6 +74,8 @@ def test_checked_in_configs_pass(path):
         ("max_reuse=0", r"max_reuse is 0; it must be at least 1"),
         ("reuse=random", r"reuse is 'random'; it must be 'recency', 'reward' or 'uniform'"),
         ("reuse_groups=4", r"reuse_groups is 4 and max_reuse 1; groups are reused if"),
+        ("reuse=reward", r"reuse is 'reward' and max_reuse 1, so nothing is reused"),
+        ("max_reuse=4", r"max_reuse is 4, but .* max_staleness is 2; set max_reuse to 3 or"),
         ("group_filter._component_=builtins.nothing", r"group_filter._component_ is .*nothing'"),
         ("device=gpu", r"device is 'gpu'; it must be 'cpu' or 'cuda'"),
         ("weights_dir=no/where", r"weights_dir is 'no/where', which is no folder"),
@@ -158,7 +160,7 @@ def test_group_filters_may_be_one_or_several(cfg):
 
 
 def test_reuse_needs_staleness(cfg):
-    with pytest.raises(ConfigError, match="max_reuse is 2, but at the step after its own"):
+    with pytest.raises(ConfigError, match="max_reuse is 2, but a group lags .* set max_reuse to 1"):
         load_config(with_overrides(cfg, "max_reuse=2", "max_staleness=0"))
     load_config(with_overrides(cfg, "max_reuse=2", "reuse_groups=16", "reuse=reward"))
 

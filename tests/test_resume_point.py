@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -27,7 +30,13 @@ from torchrl_llm_async.checkpoint import (
 from torchrl_llm_async.data import StalenessReplayBuffer
 from torchrl_llm_async.envs import WrittenSumsEnv
 from torchrl_llm_async.recipes.config import PACKAGE_DIR, ConfigError, load_config
-from torchrl_llm_async.recipes.resume import Records, RunCheckpoints, start_weights
+from torchrl_llm_async.recipes.resume import (
+    Records,
+    RunCheckpoints,
+    RunFolderError,
+    begin_in,
+    start_weights,
+)
 from torchrl_llm_async.staleness import StalenessController
 
 CONFIG = PACKAGE_DIR / "recipes" / "configs" / "arithmetic_ppo.yaml"
@@ -84,6 +93,68 @@ def test_auto_takes_the_newest_or_starts_anew(cfg, caplog):
     assert load(cfg, "resume=auto").resume == str(first)
 
 
+@pytest.mark.inv7
+def test_auto_begins_nothing_anew_where_checkpoints_are_lost(cfg):
+    """It would wipe the records of the run that was there."""
+    folder = write(cfg, 3)
+    ledger = Path(cfg.output_dir) / "ledger.jsonl"
+    ledger.write_text("".join(f'{{"version": {step}}}\n' for step in range(1, 20)))
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"of step_00003 none is whole .*ledger.jsonl has 19"):
+        load(cfg, "resume=auto")
+    shutil.rmtree(folder.parent)
+    assert load(cfg, "resume=auto").resume is None  # killed while its first one was written
+    with pytest.raises(ConfigError, match=r"there is no checkpoint in .*output_dir"):
+        load(cfg, "resume=auto", "checkpoint_every=9")
+
+
+@pytest.mark.inv7
+def test_a_run_has_its_folder_for_itself(cfg):
+    lock = begin_in(cfg)
+    with pytest.raises(RunFolderError, match=rf"another run is at work \(process {os.getpid()} on"):
+        begin_in(cfg)
+    lock.close()
+    begin_in(cfg).close()
+
+
+def test_a_killed_run_lets_go_of_its_folder(cfg):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def hold() -> None:
+        lock = begin_in(cfg)
+        theirs.send(lock.name)
+        signal.pause()
+
+    holder = context.Process(target=hold)
+    holder.start()
+    ours.recv()
+    with pytest.raises(RunFolderError, match=f"process {holder.pid} on"):
+        begin_in(cfg)
+    holder.kill()
+    holder.join()
+    begin_in(cfg).close()
+
+
+def test_a_folder_that_can_not_be_written_is_a_config_error(cfg, tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/below"):
+        cfg.output_dir = str(tmp_path / folder)
+        with pytest.raises(RunFolderError, match=r"which can't be written into: .*file"):
+            begin_in(cfg)
+
+
+@pytest.mark.inv4
+def test_a_run_resumed_further_back_comes_back_there(cfg, tmp_path):
+    """Killed before its next checkpoint, which would make the later ones obsolete."""
+    first, second = write(cfg, 2), write(cfg, 3)
+    fork = load(cfg, f"resume={first}", f"output_dir={tmp_path}/fork")
+    begin_in(fork).close()
+    assert load(cfg, "resume=auto").resume == str(second)
+    begin_in(load(cfg, f"resume={first}")).close()
+    assert load(cfg, "resume=auto").resume == str(first)
+
+
 def test_without_resume_an_earlier_run_is_left_alone(cfg):
     (Path(cfg.output_dir) / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"holds an earlier run; go on with it \(resume=auto\)"):
@@ -99,7 +170,9 @@ def test_a_checkpoint_may_be_named(cfg, tmp_path):
     (second / "manifest.json").unlink()
     with pytest.raises(ConfigError, match=r"resume is .*is no checkpoint: it has no readable"):
         load(cfg, f"resume={second}")
-    with pytest.raises(ConfigError, match="no/where is no checkpoint"):
+    with pytest.raises(ConfigError, match=r"resume is 'no/where', which is no .*step_00002, "):
+        load(cfg, "resume=no/where")
+    with pytest.raises(ConfigError, match="which is no checkpoint of a run; give 'auto'"):
         load(cfg, "resume=no/where", f"output_dir={tmp_path}/fork")
 
 

@@ -20,6 +20,7 @@ import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,14 @@ from torchrl_llm_async.recipes.batches import BatchFeed, Minibatch, StepBatch
 from torchrl_llm_async.recipes.collection import make_collector
 from torchrl_llm_async.recipes.config import HF_KEY_MAPS, ConfigError, load_config
 from torchrl_llm_async.recipes.report import CheckpointKeeper, Report, finished
-from torchrl_llm_async.recipes.resume import Records, RunCheckpoints, resume_folder, version_of
+from torchrl_llm_async.recipes.resume import (
+    Records,
+    RunCheckpoints,
+    RunFolderError,
+    begin_in,
+    resume_folder,
+    version_of,
+)
 from torchrl_llm_async.weight_update import VLLMSharedWeightSyncScheme
 
 
@@ -75,7 +83,6 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         """Builds everything; the engine starts while the model loads."""
         cfg = self._cfg
         if self._is_rank_zero:
-            self._output_dir.mkdir(parents=True, exist_ok=True)
             if self._resumed is None:  # It may hold a run without a checkpoint yet.
                 (self._output_dir / "samples.jsonl").unlink(missing_ok=True)
             OmegaConf.save(cfg, self._output_dir / "config.yaml")
@@ -398,16 +405,24 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
                 stack.callback(self._collector.shutdown)
 
 
-def _checked(cfg: DictConfig, control: dist.ProcessGroup) -> DictConfig | None:
-    """The config as rank 0 has checked it, on all ranks; None if rank 0 has said it can't run."""
+def _checked(
+    cfg: DictConfig, control: dist.ProcessGroup
+) -> tuple[DictConfig | None, TextIO | None]:
+    """The config as rank 0 has checked it, on all ranks; None if rank 0 has said it can't run.
+
+    And what keeps other runs out of its folder for as long as rank 0 has it.
+    """
     message: list[DictConfig | None] = [None]
+    lock = None
     if dist.get_rank() == 0:
         try:
-            message = [load_config(cfg, training=True)]
-        except ConfigError as error:
+            checked = load_config(cfg, training=True)
+            lock = begin_in(checked)
+            message = [checked]
+        except (ConfigError, RunFolderError) as error:
             print(f"config error: {error}", file=sys.stderr, flush=True)
     dist.broadcast_object_list(message, src=0, group=control)
-    return message[0]
+    return message[0], lock
 
 
 @config.parse
@@ -423,7 +438,7 @@ def recipe_main(cfg: DictConfig) -> int:
     else:
         # torchrun's, when another rank has died: clean up as after an error.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    cfg = _checked(cfg, control)
+    cfg, lock = _checked(cfg, control)
     if cfg is None:
         return 1
     recipe = AsyncRLFullFinetuneRecipe(cfg, control)
@@ -431,10 +446,16 @@ def recipe_main(cfg: DictConfig) -> int:
         recipe.setup()
         recipe.train()
     except KeyboardInterrupt:
-        print(f"\ninterrupted; what was written so far is in {cfg.output_dir}", file=sys.stderr)
+        print(
+            f"\ninterrupted; what was written so far is in {cfg.output_dir}; resume=auto goes on "
+            "from the newest checkpoint",
+            file=sys.stderr,
+        )
         return 130
     finally:
         recipe.cleanup()
+        if lock is not None:
+            lock.close()
     return 0
 
 

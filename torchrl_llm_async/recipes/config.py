@@ -7,25 +7,19 @@ the YAML would want to see: those stand in the YAML.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import os
 import sys
 import tempfile
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchrl.envs import EnvBase
 from torchtune import config as tune_config
-from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 from torchtune.models.qwen2._convert_weights import _FROM_HF as _QWEN2_FROM_HF
 
@@ -33,10 +27,10 @@ from torchrl_llm_async.checkpoint import save_tree
 from torchrl_llm_async.collectors.conversation import Conversation
 from torchrl_llm_async.collectors.problems import env_state
 from torchrl_llm_async.collectors.state import pack_problem
-from torchrl_llm_async.objectives import AsyncLLMLoss
 from torchrl_llm_async.recipes.batches import _ROWS_PER_UNIT
-from torchrl_llm_async.recipes.collection import COLLECTOR_KEYS, filter_nodes
-from torchrl_llm_async.recipes.resume import find_checkpoint, resume_folder
+from torchrl_llm_async.recipes.collection import filter_nodes
+from torchrl_llm_async.recipes.components import ConfigError, check_arguments, check_component
+from torchrl_llm_async.recipes.resume import find_checkpoint, is_own_checkpoint, resume_folder
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
@@ -53,14 +47,6 @@ _HF_NAMES = {
     "tie_word_embeddings": "tie_word_embeddings",
 }
 
-# What the recipe passes itself: positional arguments, then keywords.
-_SUPPLIED: dict[str, tuple[int, tuple[str, ...]]] = {
-    "loss": (1, ()),
-    "optimizer": (1, ()),
-    "lr_scheduler": (1, ("num_training_steps",)),
-    "collector": (0, tuple(COLLECTOR_KEYS)),
-}
-
 _CHOICES = {
     "on_stale": ("wait", "drop"),
     "dtype": ("fp32", "bf16"),
@@ -69,10 +55,6 @@ _CHOICES = {
 
 # Families whose conversion to Hugging Face is renaming alone, by torchtune's model_type.
 HF_KEY_MAPS = {"QWEN2": _QWEN2_FROM_HF}
-
-
-class ConfigError(ValueError):
-    """A configuration that can't run; the message is one line for a person."""
 
 
 @dataclass
@@ -153,21 +135,22 @@ def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
     cfg = _check_schema(cfg)
     for key, node in cfg.items():
         if OmegaConf.is_dict(node) and "_component_" in node:
-            _check_component(key, node)
+            check_component(key, node)
     for index, node in enumerate(filter_nodes(cfg)):
         if not OmegaConf.is_dict(node) or "_component_" not in node:
             raise ConfigError(
                 f"group_filter is {cfg.group_filter!r}; it must be null, a mapping with "
                 "_component_ or a list of these"
             )
-        _check_component(f"group_filter[{index}]", node)
+        check_component(f"group_filter[{index}]", node)
     for key, path in (
         ("sampling", "torchrl_llm_async.engines.SamplingConfig"),
         ("collector", "torchrl_llm_async.collectors.AsyncLLMCollector"),
     ):
-        _check_arguments(key, _get_component_from_path(path), cfg[key])
+        check_arguments(key, _get_component_from_path(path), cfg[key])
     _check_values(cfg)
     if training:
+        _check_resume(cfg)
         _check_training(cfg)
     context = _check_context(cfg, _check_model(cfg))
     _check_prompts(cfg, context)
@@ -205,100 +188,6 @@ def _find_model_dir(model_dir: str) -> Path:
     )
 
 
-def _check_component(key: str, node: DictConfig) -> None:
-    path = node["_component_"]
-    try:
-        component = _get_component_from_path(path)
-    except (InstantiationError, ValueError, ImportError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{key}._component_ is {path!r}, which can't be imported ({reason}); give the dotted "
-            "path of a class or function"
-        ) from None
-    _check_arguments(key, component, node)
-
-
-def _check_arguments(key: str, component: Callable, node: DictConfig) -> None:
-    signature = inspect.signature(component)
-    names, hints, open_ended = _arguments(component)
-    positional, keywords = _SUPPLIED.get(key, (0, ()))
-    name = getattr(component, "__name__", str(component))
-    for argument, value in node.items():
-        if argument == "_component_":
-            continue
-        if argument in keywords:
-            instead = COLLECTOR_KEYS.get(argument) if key == "collector" else None
-            hint = f"use the top-level key {instead} instead" if instead else "remove it"
-            raise ConfigError(
-                f"{key}.{argument} is {value!r}, but the recipe passes {argument} itself; {hint}"
-            )
-        if argument not in names and not open_ended:
-            close = difflib.get_close_matches(argument, names, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"it takes {', '.join(names)}"
-            raise ConfigError(
-                f"{key}.{argument} is {value!r}, but {name} has no such argument; {hint}"
-            )
-        expected = hints.get(argument, Any)
-        if not _fits(value, expected):
-            raise ConfigError(
-                f"{key}.{argument} is {value!r}; {name} wants {_describe(expected)} there"
-            )
-    given = {str(argument): None for argument in node if argument != "_component_"}
-    try:
-        signature.bind(*[None] * positional, **dict.fromkeys(keywords), **given)
-    except TypeError as error:
-        raise ConfigError(
-            f"{key}: {name} can't be called with what the config and the recipe give it "
-            f"({error}); correct the arguments under '{key}:'"
-        ) from None
-
-
-def _arguments(component: Callable) -> tuple[list[str], dict[str, Any], bool]:
-    """Names and types of its arguments, and whether it takes any others.
-
-    A loss that hands keywords on takes those of its base, too.
-    """
-    layers = [component]
-    if inspect.isclass(component) and issubclass(component, AsyncLLMLoss):
-        layers += [cls.__init__ for cls in component.__mro__ if "__init__" in vars(cls)][1:]
-    names: list[str] = []
-    hints: dict[str, Any] = {}
-    for layer in layers:
-        parameters = inspect.signature(layer).parameters
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        names += [n for n, p in parameters.items() if n != "self" and p.kind is not p.VAR_KEYWORD]
-        try:
-            typed = typing.get_type_hints(layer.__init__ if inspect.isclass(layer) else layer)
-        except (NameError, AttributeError):  # Imported under TYPE_CHECKING: types unknown here.
-            typed = {}
-        hints = typed | hints
-        if not open_ended:
-            break
-    return names, hints, open_ended
-
-
-def _fits(value: Any, expected: Any) -> bool:
-    """Whether a YAML value can be an argument of that type; True if the type does not tell."""
-    origin = typing.get_origin(expected)
-    if origin in (typing.Union, UnionType):
-        return any(_fits(value, option) for option in typing.get_args(expected))
-    if origin is Literal:
-        return value in typing.get_args(expected)
-    if expected is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if expected is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if expected in (bool, str, type(None), torch.Tensor):
-        return isinstance(value, expected)
-    return True
-
-
-def _describe(expected: Any) -> str:
-    if typing.get_origin(expected) is Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(expected)))
-    return getattr(expected, "__name__", str(expected))
-
-
 def _check_values(cfg: DictConfig) -> None:
     for key in (
         "total_steps",
@@ -319,15 +208,21 @@ def _check_values(cfg: DictConfig) -> None:
         )
     if cfg.max_staleness < 0:
         raise ConfigError(f"max_staleness is {cfg.max_staleness}; it must be 0 (on-policy) or more")
-    if cfg.max_reuse > 1 and cfg.max_staleness == 0:
+    if cfg.max_reuse > cfg.max_staleness + 1:
         raise ConfigError(
-            f"max_reuse is {cfg.max_reuse}, but at the step after its own a group lags by 1 and "
-            "max_staleness is 0; set max_reuse to 1 or max_staleness higher"
+            f"max_reuse is {cfg.max_reuse}, but a group lags by one more at each step and "
+            f"max_staleness is {cfg.max_staleness}; set max_reuse to {cfg.max_staleness + 1} or "
+            "max_staleness higher"
         )
     if cfg.reuse_groups is not None and (cfg.reuse_groups < 1 or cfg.max_reuse == 1):
         raise ConfigError(
             f"reuse_groups is {cfg.reuse_groups} and max_reuse {cfg.max_reuse}; groups are reused "
             "if reuse_groups is at least 1, or null, and max_reuse at least 2"
+        )
+    if cfg.reuse != RecipeConfig.reuse and cfg.max_reuse == 1:
+        raise ConfigError(
+            f"reuse is {cfg.reuse!r} and max_reuse 1, so nothing is reused; set max_reuse to 2 or "
+            "more"
         )
     if cfg.groups_per_step % cfg.minibatches_per_step:
         raise ConfigError(
@@ -364,9 +259,7 @@ def _check_values(cfg: DictConfig) -> None:
 
 def _check_training(cfg: DictConfig) -> None:
     folder = Path(cfg.output_dir)
-    continues = cfg.resume == "auto" or (
-        cfg.resume is not None and Path(cfg.resume).resolve().parent == resume_folder(cfg).resolve()
-    )
+    continues = cfg.resume == "auto" or is_own_checkpoint(cfg, cfg.resume)
     names = ("config.yaml", "logs", "checkpoints")
     if not continues and any((folder / name).exists() for name in names):
         raise ConfigError(
@@ -385,6 +278,17 @@ def _check_training(cfg: DictConfig) -> None:
                 f"sampling.{argument} is {value}, which biases importance ratios; use {off} (off), "
                 "or accept the bias with engine.allow_truncated_support: true"
             )
+
+
+def _check_resume(cfg: DictConfig) -> None:
+    if cfg.resume in (None, "auto") or (Path(cfg.resume) / "run.json").is_file():
+        return
+    own = sorted(path.parent for path in resume_folder(cfg).glob("step_*/run.json"))
+    there = f"; there are {', '.join(map(str, own))}" if own else ""
+    raise ConfigError(
+        f"resume is {cfg.resume!r}, which is no checkpoint of a run; give 'auto' for the newest, "
+        f"null for a new run, or a folder {resume_folder(cfg)}/step_<number>{there}"
+    )
 
 
 def _find_checkpoint(cfg: DictConfig) -> str | None:

@@ -9,12 +9,14 @@ or not there at all :class:`~torchrl_llm_async.checkpoint.CheckpointStore`'s.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import socket
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,10 @@ from torchrl_llm_async.data.snapshot import BufferSnapshot
 # What the data in flight depend on, and the held-out accuracies, which are compared problem by
 # problem; another value would make two runs of one. The weights it starts from are held apart.
 _SAME_KEYS = ("seed", "group_size", "env", "model", "eval_env", "eval_problems")
+
+
+class RunFolderError(ValueError):
+    """A folder that a run can't be in; the message is one line for a person."""
 
 
 class RunCheckpoints:
@@ -195,6 +201,7 @@ def find_checkpoint(cfg: DictConfig) -> Path | None:
     if cfg.resume == "auto":
         folder = CheckpointStore(resume_folder(cfg), keep=cfg.keep_checkpoints).newest()
         if folder is None:
+            _check_nothing_is_lost(cfg)
             return None
     else:
         folder = CheckpointStore.verified(Path(cfg.resume))
@@ -210,6 +217,63 @@ def find_checkpoint(cfg: DictConfig) -> Path | None:
         groups_per_step=cfg.groups_per_step, max_staleness=cfg.max_staleness
     ).load_groups_state(BufferSnapshot.load(folder).state["groups"])
     return folder
+
+
+def _check_nothing_is_lost(cfg: DictConfig) -> None:
+    """A run that begins anew where one had checkpoints would wipe the records of that one."""
+    damaged = sorted(path.name for path in resume_folder(cfg).glob("step_*[0-9]"))
+    ledger = Path(cfg.output_dir) / "ledger.jsonl"
+    steps = len(_read_records(ledger)) if ledger.exists() else 0
+    # A checkpoint is there before the next one is begun.
+    missing = cfg.checkpoint_every is not None and steps >= 2 * cfg.checkpoint_every
+    if damaged or missing:
+        found = f"of {', '.join(damaged)} none is whole" if damaged else "there is no checkpoint"
+        raise ValueError(
+            f"{found} in {resume_folder(cfg)}, and {ledger} has {steps} steps; put a copy of a "
+            "checkpoint there, or begin anew in another output_dir"
+        )
+
+
+def is_own_checkpoint(cfg: DictConfig, folder: str | None) -> bool:
+    """Whether a checkpoint is of the run in ``output_dir``, and not of one it branches off from."""
+    return folder is not None and Path(folder).resolve().parent == resume_folder(cfg).resolve()
+
+
+def begin_in(cfg: DictConfig) -> TextIO:
+    """Takes the run's folder for this process, and makes it ready to go on in.
+
+    Returns:
+        TextIO: other runs are kept out while it is open; it does not outlive this process.
+
+    Raises:
+        RunFolderError: it can't be written into, or another run is at work there.
+    """
+    folder = Path(cfg.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise RunFolderError(
+            f"output_dir is {cfg.output_dir!r}, which can't be written into: {error}"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip()
+        lock.close()
+        raise RunFolderError(
+            f"output_dir is {cfg.output_dir!r}, where another run is at work ({holder}); wait for "
+            "its end, end it, or choose another output_dir"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    if is_own_checkpoint(cfg, cfg.resume):
+        # Before any record is cut back to it: a run killed until the next checkpoint goes on here.
+        store = CheckpointStore(resume_folder(cfg), keep=cfg.keep_checkpoints)
+        store.make_newest(store.root / Path(cfg.resume).name)
+    return lock
 
 
 def _check_same_run(cfg: DictConfig, run: dict[str, Any], folder: Path) -> None:
