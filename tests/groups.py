@@ -41,5 +41,17 @@ def make_buffer(groups_per_step=2, max_staleness=1, group_size=2, **kwargs):
     )
 
 
+def assert_rows_lie_in_their_slots(buffer):
+    """No slot belongs to two groups, and each holds the row that its group put there."""
+    sampler = buffer.sampler
+    groups = {**sampler.finished, **sampler.reusable}
+    slots = [slot for group in groups.values() for slot in group.index.tolist()]
+    assert len(set(slots)) == len(slots) == len(buffer) <= buffer.storage.max_size
+    for group_id, group in groups.items():
+        rows = [buffer.storage.get(slot)["group"] for slot in group.index.tolist()]
+        found = [(int(row["id"]), int(row["index"])) for row in rows]
+        assert found == [(group_id, index) for index in range(buffer.group_size)]
+
+
 def names(batch):
     return list(batch["text", "response"])
