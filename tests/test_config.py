@@ -160,7 +160,7 @@ def test_group_filters_may_be_one_or_several(cfg):
 
 
 def test_reuse_needs_staleness(cfg):
-    with pytest.raises(ConfigError, match="max_reuse is 2, but a group lags .* set max_reuse to 1"):
+    with pytest.raises(ConfigError, match=r"max_reuse is 2, .* set max_reuse to 1"):
         load_config(with_overrides(cfg, "max_reuse=2", "max_staleness=0"))
     load_config(with_overrides(cfg, "max_reuse=2", "reuse_groups=16", "reuse=reward"))
 
@@ -316,3 +316,11 @@ def test_one_server_is_one_engine(cfg):
     cfg.num_engines = 2
     with pytest.raises(ConfigError, match=r"num_engines is 2, but engine.url names one server"):
         load_config(cfg)
+
+
+def test_a_config_json_that_transformers_refuses_is_a_config_error(cfg, tmp_path):
+    folder = shutil.copytree(PACKAGE_DIR / "assets" / "written-sums-qwen2", tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_types": ["full_attention"]}))
+    with pytest.raises(ConfigError, match=r"model_dir is .*, whose tokenizer can't be loaded: "):
+        load_config(with_overrides(cfg, f"model_dir={folder}"))

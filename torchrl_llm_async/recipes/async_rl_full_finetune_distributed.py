@@ -85,7 +85,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         if self._is_rank_zero:
             if self._resumed is None:  # It may hold a run without a checkpoint yet.
                 (self._output_dir / "samples.jsonl").unlink(missing_ok=True)
-            OmegaConf.save(cfg, self._output_dir / "config.yaml")
+            again = cfg if self._resumed is None else OmegaConf.merge(cfg, {"resume": "auto"})
+            OmegaConf.save(again, self._output_dir / "config.yaml")
             self._setup_collection()
             self._models = CheckpointKeeper(self._output_dir / "checkpoints")
             self._metric_logger = config.instantiate(cfg.metric_logger)

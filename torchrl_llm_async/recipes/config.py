@@ -397,7 +397,12 @@ def _check_prompts(cfg: DictConfig, context: int, samples: int = 32) -> None:
     """Draws prompts as a collector will, from environments of its own."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model_dir)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model_dir)
+    except Exception as error:  # Of many kinds, for a config.json or tokenizer.json that is wrong.
+        raise ConfigError(
+            f"model_dir is {cfg.model_dir!r}, whose tokenizer can't be loaded: {_one_line(error)}"
+        ) from error
     for key in ("env", "eval_env"):
         env = _build(key, cfg)
         try:
