@@ -333,14 +333,44 @@ def test_samples_stay_where_a_run_goes_on_without_a_dump(make_collector, tmp_pat
     assert len(groups) == len(set(groups)) * GROUP_SIZE
 
 
+def test_records_and_models_are_synced_before_a_checkpoint_counts(tmp_path, monkeypatch):
+    synced = []
+
+    def sync(descriptor, really=os.fsync):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path))
+        really(descriptor)
+
+    monkeypatch.setattr("os.fsync", sync)
+    beside = [Path("ledger.jsonl"), Path("checkpoints/step_00001/model.safetensors")]
+    for path in beside:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 2)
+        state = TrainingState(model, torch.optim.AdamW(model.parameters()))
+        checkpoints = RunCheckpoints(tmp_path / "resume", state, config(), dist.group.WORLD)
+        checkpoints.begin(1, cut=None)
+        synced.clear()  # of making the folder
+        checkpoints.finish()
+    finally:
+        dist.destroy_process_group()
+    assert synced[:2] == beside
+    assert Path("resume/step_00001.part/manifest.json") in synced[2:]
+
+
+def config():
+    """A config whose model is found from anywhere, and that keeps one checkpoint."""
+    model_dir = PACKAGE_DIR / "assets" / "written-sums-qwen2"
+    return OmegaConf.merge(OmegaConf.load(CONFIG), {"keep_checkpoints": 1, "model_dir": model_dir})
+
+
 def save_with_a_full_disk(rank: int, folder: Path) -> None:
     """A checkpoint of two ranks, and another for which rank 1 has no room."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     model = torch.nn.Linear(2, 2)
     state = TrainingState(model, torch.optim.AdamW(model.parameters()))
-    model_dir = PACKAGE_DIR / "assets" / "written-sums-qwen2"
-    cfg = OmegaConf.merge(OmegaConf.load(CONFIG), {"keep_checkpoints": 1, "model_dir": model_dir})
-    checkpoints = RunCheckpoints(folder / "resume", state, cfg, dist.group.WORLD)
+    checkpoints = RunCheckpoints(folder / "resume", state, config(), dist.group.WORLD)
     checkpoints.begin(1, cut=None)
     checkpoints.finish()
 
