@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_llm_async.deadlines import select_groups
+from torchrl_llm_async.data import StalenessReplayBuffer
 from torchrl_llm_async.staleness import StalenessController
 
 GROUPS_PER_STEP, GROUP_SIZE, SLOTS, STEPS = 16, 8, 64, 25
@@ -55,15 +57,16 @@ def simulated_time(seed: int, *, eta: int, shared: float, longest_first: bool) -
     training_time = GROUPS_PER_STEP * GROUP_SIZE * np.exp(MEAN_LOG + SIGMA**2 / 2) / SLOTS
     bounds = dict(groups_per_step=GROUPS_PER_STEP, max_staleness=eta)
     controller = StalenessController(**bounds, total_steps=STEPS)
+    buffer = StalenessReplayBuffer(**bounds, group_size=1)  # a group is one row, without contents
     now, step, admitted, trained_at = 0.0, 0, 0, None
     queue: list[tuple[int, float]] = []
     decoding: list[tuple[float, int]] = []
     missing: dict[int, int] = {}
     start: dict[int, int] = {}
-    finished: dict[int, int] = {}
     while step < STEPS:
         while controller.capacity() and len(queue) + len(decoding) < SLOTS:
             start[admitted] = controller.admit(admitted)
+            buffer.announce(admitted, start[admitted])
             lengths = problems.next()
             missing[admitted] = len(lengths)
             queue += [(admitted, length) for length in lengths]
@@ -71,12 +74,9 @@ def simulated_time(seed: int, *, eta: int, shared: float, longest_first: bool) -
         while queue and len(decoding) < SLOTS:
             group, length = queue.pop(0)
             heapq.heappush(decoding, (now + length, group))
-        if trained_at is None:
-            running = {group: start[group] for group in missing}
-            batch = select_groups(step, **bounds, finished=finished, running=running)
-            if batch is not None:
-                finished = {g: version for g, version in finished.items() if g not in batch}
-                trained_at = now + training_time
+        if trained_at is None and buffer.can_sample():
+            buffer.sample()
+            trained_at = now + training_time
         now = min([time for time, _ in decoding[:1]] + ([] if trained_at is None else [trained_at]))
         if now == trained_at:
             trained_at, step = None, step + 1
@@ -86,9 +86,15 @@ def simulated_time(seed: int, *, eta: int, shared: float, longest_first: bool) -
             missing[group] -= 1
             if not missing[group]:
                 del missing[group]
-                finished[group] = start[group]
                 controller.finish(group)
+                buffer.extend(_empty_group(group, start[group]))
     return now
+
+
+def _empty_group(group_id: int, start_version: int) -> TensorDictBase:
+    group = {"id": group_id, "index": 0, "start_version": start_version}
+    row = TensorDict({"group": group, "policy_version": {"full": torch.tensor([start_version])}})
+    return lazy_stack([row])
 
 
 def simulate(seeds: int) -> None:

@@ -37,7 +37,7 @@ def simulate(lengths, max_staleness, groups_per_step, engines, slots, every, *, 
     admitted counts from the oldest version that is served.
     """
     rng, draw = random.Random(seed), LENGTHS[lengths]
-    run = Run(groups_per_step, max_staleness, steps, every, drop)
+    run = Run(groups_per_step, max_staleness, steps, every, drop, max_reuse=1 + seed % 3)
     events: list[tuple[float, int, str, int]] = []
     serial, now, training = 0, 0.0, False
     served = [0] * engines

@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from schedules import Run
+from schedules import Run, Slots, loaded_sampler
 
-from torchrl_llm_async.deadlines import select_groups
+from torchrl_llm_async.data import StalenessSampler
 from torchrl_llm_async.staleness import StalenessController
 
 
@@ -32,11 +32,12 @@ class StalenessMachine(RuleBasedStateMachine):
         max_staleness=st.integers(0, 3),
         total_steps=st.integers(1, 8),
         drop=st.booleans(),
+        max_reuse=st.integers(1, 3),
         data=st.data(),
     )
-    def start(self, groups_per_step, max_staleness, total_steps, drop, data):
+    def start(self, groups_per_step, max_staleness, total_steps, drop, max_reuse, data):
         every = data.draw(st.integers(1, max_staleness + 1), label="publish_every")
-        self.run = Run(groups_per_step, max_staleness, total_steps, every, drop)
+        self.run = Run(groups_per_step, max_staleness, total_steps, every, drop, max_reuse)
         self.stuck = set()
         self.newest_cut = self.run.cut()
 
@@ -80,15 +81,19 @@ class StalenessMachine(RuleBasedStateMachine):
         self.run = Run.resumed(self.newest_cut, run.total_steps, run.drop)
         assert self.run.cut() == self.newest_cut
 
-    @precondition(lambda self: self.run.in_flight())
-    @rule(groups_per_step=st.integers(1, 3), max_staleness=st.integers(0, 3))
-    def resume_with_other_bounds(self, groups_per_step, max_staleness):
+    @rule(
+        groups_per_step=st.integers(1, 3),
+        max_staleness=st.integers(0, 3),
+        max_reuse=st.integers(1, 3),
+    )
+    def resume_with_other_bounds(self, groups_per_step, max_staleness, max_reuse):
         """It is refused if, and only if, some deadline could not be met."""
         run, cut = self.run, self.run.cut()
         bounds = dict(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        options = dict(publish_every=1, max_reuse=max_reuse)
         try:
-            self.run = Run.resumed(cut, run.total_steps, run.drop, **bounds, publish_every=1)
-        except RuntimeError:
+            self.run = Run.resumed(cut, run.total_steps, run.drop, **bounds, **options)
+        except ValueError:
             assert not meets_deadlines(run.step - 1, run.in_flight(), **bounds)
             assert any(bounds[name] < run.bounds[name] for name in bounds)
         else:
@@ -184,15 +189,17 @@ def meets_deadlines(step, left_over, groups_per_step, max_staleness):
     step=st.integers(0, 5),
     groups_per_step=st.integers(1, 3),
     max_staleness=st.integers(0, 3),
-    starts=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=8),
+    groups=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=8),
+    drop=st.booleans(),
 )
-def test_selection_is_sound_and_complete(step, groups_per_step, max_staleness, starts):
+def test_selection_is_sound_and_complete(step, groups_per_step, max_staleness, groups, drop):
+    """The sampler's choice against all there are; groups that will be dropped claim no place."""
     bounds = dict(groups_per_step=groups_per_step, max_staleness=max_staleness)
-    finished = {i: start for i, (start, done) in enumerate(starts) if done}
-    running = {i: start for i, (start, done) in enumerate(starts) if not done}
+    groups.sort()  # Versions and ids rise together.
+    finished = {i: start for i, (start, done) in enumerate(groups) if done}
+    running = {i: start for i, (start, done) in enumerate(groups) if not done}
 
-    def acceptable(candidates, size):
-        everything = {**finished, **running}
+    def acceptable(candidates, size, everything):
         return [
             chosen
             for chosen in itertools.combinations(candidates, size)
@@ -202,21 +209,31 @@ def test_selection_is_sound_and_complete(step, groups_per_step, max_staleness, s
             )
         ]
 
+    on_stale = "drop" if drop else "wait"
+    everything = {**finished, **running}
     try:
-        chosen = select_groups(step, **bounds, finished=finished, running=running)
-    except RuntimeError:
-        size = min(groups_per_step, len(starts))
-        assert not acceptable(range(len(starts)), size)  # not even if all were finished
+        sampler = loaded_sampler(step, finished, running, **bounds, on_stale=on_stale)
+    except ValueError:
+        size = min(groups_per_step, len(groups))
+        assert not acceptable(everything, size, everything)  # not even if all were finished
         return
-    possible = acceptable(finished, groups_per_step)
-    if chosen is None:
+    if drop:
+        everything = {
+            i: s for i, s in everything.items() if i in finished or s + max_staleness > step
+        }
+    possible = acceptable(finished, groups_per_step, everything)
+    if not sampler.can_sample(sampler.slots, len(groups)):
         assert not possible
         return
+    _, info = sampler.sample(sampler.slots, len(groups))
+    chosen = info["group_ids"]
     assert tuple(sorted(chosen)) in possible
     assert chosen == sorted(chosen, key=lambda i: (finished[i], i))
     assert max(finished[i] for i in chosen) <= min(
         (start for i, start in finished.items() if i not in chosen), default=np.inf
     )
+    dropped = [i for i, start in running.items() if start + max_staleness <= step]
+    assert sampler.drop_overdue() == dropped and (drop or not dropped)
 
 
 @pytest.mark.inv1
@@ -345,11 +362,15 @@ def test_misuse_is_refused():
 
 @pytest.mark.inv1
 def test_a_bound_already_broken_is_an_error_not_a_wait():
-    bounds = dict(groups_per_step=1, max_staleness=1)
-    with pytest.raises(RuntimeError, match="more groups were admitted than step 3"):
-        select_groups(3, **bounds, finished={0: 1}, running={})
-    with pytest.raises(RuntimeError, match="take a max_staleness of at least 2"):
-        select_groups(2, **bounds, finished={}, running={0: 1, 1: 1})
+    sampler = StalenessSampler(groups_per_step=1, max_staleness=1)
+    sampler.consumer_version = 2
+    sampler.announce(0, 1)
+    assert not sampler.can_sample(Slots(2), 1)
+    sampler.announce(1, 1)
+    with pytest.raises(
+        RuntimeError, match=r"than step 2 (?s:.)* take a max_staleness of at least 2"
+    ):
+        sampler.can_sample(Slots(2), 1)
 
 
 @pytest.mark.inv4
