@@ -62,7 +62,8 @@ def main() -> None:
         s["train_s"] + s["publish_s"] + s["trainer_waited_s"] + s["checkpoint_s"] for s in steps
     ]
     stalls = [s["checkpoint_s"] for s in steps]
-    count = len(steps) // OmegaConf.load(run / "config.yaml").checkpoint_every
+    every = OmegaConf.load(run / "config.yaml").checkpoint_every
+    count = -(-len(steps) // every)  # There is one after the last step, too.
     fullest = max(
         (run / "resume").glob("step_*"),
         key=lambda folder: (folder / "replay_buffer.safetensors").stat().st_size,
