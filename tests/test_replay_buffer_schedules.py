@@ -12,7 +12,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from groups import PATIENCE, make_buffer, make_group
+from groups import PATIENCE, assert_rows_lie_in_their_slots, make_buffer, make_group
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from torchrl_llm_async.deadlines import least_staleness
 from torchrl_llm_async.staleness import StalenessController
 
 
@@ -74,6 +75,29 @@ class BufferMachine(RuleBasedStateMachine):
         self.controller.load_state_dict(state, step=self.buffer.consumer_version)
         for name, value in copy.deepcopy(own).items():
             setattr(self, name, value)
+
+    @rule(
+        groups_per_step=st.integers(1, 2),
+        max_staleness=st.integers(0, 2),
+        max_reuse=st.integers(1, 3),
+    )
+    def resume_with_other_bounds(self, groups_per_step, max_staleness, max_reuse):
+        """From now, or not at all, if some group in flight could not be trained on in time."""
+        step, former = self.buffer.consumer_version, (self.bounds, self.options)
+        self.checkpoint()
+        waiting = Counter(self.buffer.sampler.running.values())
+        waiting.update(g.start_version for g in self.buffer.sampler.finished.values())
+        self.bounds = dict(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self.options = self.options | {"max_reuse": max_reuse if max_staleness else 1}
+        least = least_staleness(step, groups_per_step=groups_per_step, waiting=waiting)
+        if least <= max_staleness:
+            self.crash_and_resume()
+            self.checkpoint()
+            return
+        with pytest.raises(ValueError, match=f"a max_staleness of at least {least}"):
+            self.crash_and_resume()
+        self.bounds, self.options = former
+        self.crash_and_resume()
 
     def on_drop(self, group_id, reason):
         assert self.controller.drop(group_id, reason)
@@ -139,8 +163,11 @@ class BufferMachine(RuleBasedStateMachine):
             for row in batch.unbind(0)
         ]
         assert len(order) == len(set(order))
-        self.uses.update(group_id for _, group_id, index in order if index == 0)
-        assert max(self.uses.values()) <= self.options["max_reuse"]
+        ids = [group_id for _, group_id, index in order if index == 0]
+        self.uses.update(ids)
+        assert max(self.uses[group_id] for group_id in ids) <= self.options["max_reuse"]
+        assert ids == [*info["group_ids"], *info["reused_ids"]]
+        assert len(info["group_ids"]) == self.bounds["groups_per_step"]
         fresh = order[: self.buffer.batch_size]
         assert fresh == sorted(fresh)
         self.consumed += [group_id for _, group_id, index in fresh if index == 0]
@@ -169,7 +196,7 @@ class BufferMachine(RuleBasedStateMachine):
         held = stats["groups_ready"] + len(self.buffer.sampler.reusable)
         assert stats["size"] == len(self.buffer) == held * size
         assert self.delivered == (stats["groups_ready"] + stats["groups_consumed"]) * size
-        assert len(self.buffer.storage) <= self.buffer.storage.max_size
+        assert_rows_lie_in_their_slots(self.buffer)
 
     def teardown(self):
         if not hasattr(self, "buffer"):
@@ -191,7 +218,7 @@ class BufferMachine(RuleBasedStateMachine):
             rows = make_group(group_id, start, self.buffer.group_size)
             self.delivered += len(self.buffer.extend(rows))
         self.adds_up()
-        assert len(self.consumed) == self.total_steps * self.controller.groups_per_step
+        assert self.buffer.consumer_version == self.total_steps
 
 
 TestBufferMachine = pytest.mark.inv1(pytest.mark.inv4(BufferMachine.TestCase))
