@@ -101,7 +101,7 @@ def flip(path: Path) -> None:
         (lambda folder: (folder / "manifest.json").write_text("[]"), "no readable manifest.json"),
         (
             lambda folder: (folder / "manifest.json").write_text(
-                '{"format": 1, "commit": "2", "files": {}}'
+                '{"format": 2, "commit": "2", "files": {}}'
             ),
             "no readable manifest.json",
         ),
@@ -214,8 +214,8 @@ def test_every_file_and_folder_is_synced_before_it_counts(tmp_path: Path, monkey
 def test_one_of_another_format_says_so(tmp_path: Path) -> None:
     folder = write(CheckpointStore(tmp_path), 1)
     manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 9'))
-    with pytest.raises(ValueError, match="has format 9, this program reads 1"):
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 9'))
+    with pytest.raises(ValueError, match="has format 9, this program reads 2"):
         CheckpointStore.verified(folder)
 
 

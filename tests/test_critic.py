@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,7 +34,6 @@ from torchrl_llm_async.objectives import (
     CriticPPOLoss,
     CriticPPOLossOutput,
     DecoupledPPOLoss,
-    critic,
 )
 from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows
 from torchrl_llm_async.recipes.config import PACKAGE_DIR, ConfigError, load_config
@@ -490,7 +488,3 @@ def test_config_knows_its_arguments_and_those_of_its_base():
         cfg.loss = component | options
         with pytest.raises(ConfigError, match=message):
             load_config(cfg)
-
-
-def test_examples_run():
-    assert doctest.testmod(critic).failed == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -188,10 +186,3 @@ def test_compiles_with_inductor(monkeypatch):
         results.append((value.detach(), log_prob.grad))
     assert counter.frame_count == 1
     torch.testing.assert_close(results[1], results[0])
-
-
-@pytest.mark.parametrize("name", ["functional", "ppo", "dpo"])
-def test_examples_run(name):
-    module = importlib.import_module(f"torchrl_llm_async.objectives.{name}")
-    result = doctest.testmod(module)
-    assert result.attempted > 0 and result.failed == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import math
 from dataclasses import replace
 
@@ -123,10 +121,3 @@ def test_rows_that_select_has_not_seen_are_refused(make):
     micro = pad_rows(to_batch(trajectories).exclude("advantage"), pad_id=0)
     with pytest.raises(KeyError, match=r"found no (advantage|group_size) at"):
         make(TablePolicy(trajectories))(micro, normalizer=1.0)
-
-
-@pytest.mark.parametrize("name", ["rloo", "best_of_n", "trajectory_balance"])
-def test_examples_run(name):
-    module = importlib.import_module(f"torchrl_llm_async.objectives.{name}")
-    result = doctest.testmod(module)
-    assert result.attempted > 0 and result.failed == 0

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from torchrl_llm_async import packing
 from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows, plan_micro_batches
 
 
@@ -110,11 +107,6 @@ def test_blank_rows():
     assert not blank["masks", "all_assistant_mask"].any()
     assert blank["policy_version", "full"].eq(-1).all()
     assert blank["advantage"].tolist() == [[0.0], [0.0]]
-
-
-def test_examples_run():
-    result = doctest.testmod(packing)
-    assert result.attempted > 0 and result.failed == 0
 
 
 @settings(max_examples=60, deadline=None)

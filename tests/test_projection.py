@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrl_llm_async.modules import projection
 from torchrl_llm_async.modules.projection import project_and_score
 from torchrl_llm_async.modules.scores import score_logits
 
@@ -122,8 +119,3 @@ def test_logits_are_computed_by_chunks_and_again_only_where_there_is_a_gradient(
         (log_probs * torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, -1.0, 3.0])).sum().backward()
     assert backward.rows == [3, 1]
     assert hidden.grad[[1, 2, 4]].eq(0).all() and hidden.grad[[0, 3, 5, 6]].ne(0).any(-1).all()
-
-
-def test_examples_run():
-    result = doctest.testmod(projection)
-    assert result.attempted > 0 and result.failed == 0

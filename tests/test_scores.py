@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 from conftest import TINY_QWEN2
@@ -251,8 +249,3 @@ def test_other_requests_that_cannot_be_met(hf_model, make_wrapper):
         score_tokens(make_wrapper(), micro.select("tokens"), mask=mask)
     actor = TorchtuneActor(add_value_head(tiny_decoder(hf_model.state_dict())))
     assert score_tokens(actor, micro, mask=mask, values=True).values.shape == mask.shape
-
-
-def test_examples_run():
-    result = doctest.testmod(scores)
-    assert result.attempted > 0 and result.failed == 0

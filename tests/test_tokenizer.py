@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 from torchtune.data import Message, padded_collate_sft
 from transformers import AutoTokenizer
 
-import torchrl_llm_async.data.sft as sft
-import torchrl_llm_async.modules.tokenizer as module
 from torchrl_llm_async.data.sft import WrittenSumsDemonstrations, add_by_columns, demonstrate
 from torchrl_llm_async.envs import WrittenSumsEnv
 from torchrl_llm_async.modules.tokenizer import HFTokenizer
@@ -113,8 +110,3 @@ def test_demonstrations_are_training_problems_with_masked_prompts(tokenizer):
         assert labels == [-100] * n + tokens[n:]
     batch = padded_collate_sft([data[i] for i in range(4)], padding_idx=tokenizer.pad_id)
     assert batch["tokens"].shape == batch["labels"].shape
-
-
-def test_examples(monkeypatch):
-    monkeypatch.chdir(MODEL.parents[1])
-    assert doctest.testmod(sft).failed == doctest.testmod(module).failed == 0

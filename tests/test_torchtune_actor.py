@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import multiprocessing
 from functools import partial
 
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torchrl.objectives.llm import GRPOLoss
 from torchtune.models.qwen2 import qwen2
 
-from torchrl_llm_async.modules import TorchtuneActor, add_value_head, torchtune_actor
+from torchrl_llm_async.modules import TorchtuneActor, add_value_head
 from torchrl_llm_async.objectives import DecoupledPPOLoss, OnlineDPOLoss
 from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows
 
@@ -391,8 +390,3 @@ def test_fsdp2_ranks_equal_one_process(tmp_path):
         with torch.no_grad():
             expected = loss.actor_network.score(micro).log_probs
         torch.testing.assert_close(sharded[name], expected, atol=1e-4, rtol=0)
-
-
-def test_examples_run():
-    result = doctest.testmod(torchtune_actor)
-    assert result.attempted > 0 and result.failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import statistics
 from collections.abc import Sequence
@@ -234,7 +233,3 @@ def test_one_compiled_graph():
             gradients.append((*outputs, leaf.grad))
         torch.testing.assert_close(*gradients)
     assert counter.frame_count > 0
-
-
-def test_examples_run():
-    assert doctest.testmod(values).failed == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchrl._utils import logger as torchrl_logger
 
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_\d+(-\d+)?")
 

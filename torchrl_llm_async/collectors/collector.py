@@ -92,16 +92,17 @@ class AsyncLLMCollector(BaseCollector):
     Raises:
         ValueError: a count is not positive, or ``host`` is unknown.
 
-    Examples:
-        >>> collector = AsyncLLMCollector(
-        ...     WrittenSumsEnv, VLLMEngine("assets/sums"), tokenizer="assets/sums",
-        ...     sampling=SamplingConfig(max_new_tokens=48, stop_token_ids=(1,)),
-        ...     group_size=8, groups_per_step=64, max_staleness=2, total_steps=1)
-        >>> try:
-        ...     for group in collector:
-        ...         print(group["next", "reward"].mean())
-        ... finally:
-        ...     collector.shutdown()
+    Example, with a model that takes an engine to run::
+
+        collector = AsyncLLMCollector(
+            WrittenSumsEnv, VLLMEngine("assets/sums"), tokenizer="assets/sums",
+            sampling=SamplingConfig(max_new_tokens=48, stop_token_ids=(1,)),
+            group_size=8, groups_per_step=64, max_staleness=2, total_steps=1)
+        try:
+            for group in collector:
+                print(group["next", "reward"].mean())
+        finally:
+            collector.shutdown()
     """
 
     def __init__(
@@ -393,9 +394,10 @@ class AsyncLLMCollector(BaseCollector):
         under way: that stands still too, and updates wait for it as ever. The context manager that
         is returned resumes when it is left.
 
-        Examples:
-            >>> with collector.pause():
-            ...     collector.stats()["running"]
+        Example::
+
+            with collector.pause():
+                running = collector.stats()["running"]
         """
         self._ask("pause").result()
         stack = contextlib.ExitStack()

@@ -44,11 +44,12 @@ class Conversation:
         prompt_length: number of tokens of the first prompt.
         observation: what the environment said last.
 
-    Examples:
-        >>> conversation = Conversation(tokenizer, env.reset())
-        >>> generation = await engine.generate(conversation.token_ids, sampling, request_id="0")
-        >>> action = conversation.respond(generation.token_ids)
-        >>> conversation.observe(env.step(action)["next"])
+    Example, within a coroutine::
+
+        conversation = Conversation(tokenizer, env.reset())
+        generation = await engine.generate(conversation.token_ids, sampling, request_id="0")
+        action = conversation.respond(generation.token_ids)
+        conversation.observe(env.step(action)["next"])
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, observation: TensorDictBase):

@@ -145,7 +145,6 @@ class Rollouts:
         self._is_first_group = True
         self._groups: dict[int, _Group] = {}  # those that are running
         self._next_id = 0
-        self._drops_heard = 0
         self._in_a_row: Counter[str] = Counter()  # rejections since a group was accepted
         self._failures_in_a_row = 0
         self._start = time.perf_counter()
@@ -386,7 +385,6 @@ class Rollouts:
 
     def drop(self, group_id: int, reason: str) -> None:
         """Gives up a group that the trainer no longer waits for; another takes its place."""
-        self._drops_heard += 1
         self.controller.drop(group_id, reason)
         group = self._groups.pop(group_id, None)
         if group is not None:
@@ -450,7 +448,6 @@ class Rollouts:
             "stats": asdict(self.snapshot()),
             # A run without a dump leaves that of the run it goes on with to those after it.
             "dump_bytes": (self._dump_bytes or 0) if self._dump is None else self._dump.tell(),
-            "drops_heard": self._drops_heard,
             "lengths": None if self._lengths is None else self._lengths.state(),
         }
 
@@ -471,7 +468,6 @@ class Rollouts:
             self._groups[group.id] = group
         for group_id, reason in state["pending_drops"]:
             self.drop(group_id, reason)
-        self._drops_heard = 0  # Those were of another trainer.
 
     async def close(self) -> None:
         """Closes the environments and ends their threads; calls that hang are not waited for."""

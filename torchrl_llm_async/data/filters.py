@@ -27,6 +27,8 @@ class RejectEqualRewards:
         tolerance: rewards that differ by no more than this are equal.
 
     Examples:
+        >>> from types import SimpleNamespace as Answer  # what the filter reads of a Trajectory
+        >>> right, wrong = Answer(reward=1.0), Answer(reward=0.0)
         >>> reject = RejectEqualRewards()
         >>> reject([right, wrong]) is None, reject([wrong, wrong])
         (True, 'equal rewards')
@@ -56,8 +58,9 @@ class RejectRepeatedPrompts:
             would be rejected, until the collector's ``max_rejections`` ends the run.
 
     Examples:
+        >>> from types import SimpleNamespace as Answer  # what the filter reads of a Trajectory
         >>> reject = RejectRepeatedPrompts(window=1)
-        >>> [reject(group) for group in (two_plus_two, two_plus_two, one_plus_one, two_plus_two)]
+        >>> [reject([Answer(prompt=prompt)] * 2) for prompt in ("2+2", "2+2", "1+1", "2+2")]
         [None, 'repeated prompt', None, None]
     """
 
@@ -84,6 +87,8 @@ class FirstReason:
         *filters: any group filters.
 
     Examples:
+        >>> from types import SimpleNamespace as Answer  # what the filters read of a Trajectory
+        >>> right, wrong = Answer(prompt="2+2", reward=1.0), Answer(prompt="2+2", reward=0.0)
         >>> reject = FirstReason(RejectEqualRewards(), RejectRepeatedPrompts(window=1000))
         >>> reject([wrong, wrong]), reject([right, wrong]), reject([right, wrong])
         ('equal rewards', None, 'repeated prompt')
