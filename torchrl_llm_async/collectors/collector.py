@@ -98,11 +98,9 @@ class AsyncLLMCollector(BaseCollector):
             WrittenSumsEnv, VLLMEngine("assets/sums"), tokenizer="assets/sums",
             sampling=SamplingConfig(max_new_tokens=48, stop_token_ids=(1,)),
             group_size=8, groups_per_step=64, max_staleness=2, total_steps=1)
-        try:
-            for group in collector:
-                print(group["next", "reward"].mean())
-        finally:
-            collector.shutdown()
+        for group in collector:
+            print(group["next", "reward"].mean())
+        collector.shutdown()
     """
 
     def __init__(
