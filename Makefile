@@ -22,8 +22,6 @@ LOSS_dpo := torchrl_llm_async.objectives.OnlineDPOLoss
 LOSS_rloo := torchrl_llm_async.objectives.ProximalRLOOLoss
 LOSS_best_of_n := torchrl_llm_async.objectives.BestOfNLoss
 LOSS_balance := torchrl_llm_async.objectives.TrajectoryBalanceLoss
-# tests/conftest.py says which tests share a worker.
-PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 CONFIG := recipes/configs/arithmetic_ppo.yaml
 RUN := runs/arithmetic_$(LOSS)_seed$(SEED)
 
@@ -37,7 +35,7 @@ $(error CHECKPOINT is not set; give the folder of a checkpoint, e.g. make eval C
 endif
 endif
 
-.PHONY: help install demo eval test test-fast lint clean
+.PHONY: help install demo eval test test-runs test-rest test-fast lint clean
 .DEFAULT_GOAL := help
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -67,11 +65,18 @@ eval: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/tune-async run evaluate --config $(CONFIG) \
 	    model_dir=$(CHECKPOINT) output_dir=runs/evaluate
 
+# Whole runs and all the rest, beside each other.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-runs test-rest
+
+test-runs: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and recipe" $(PYTEST_ARGS)
+
+test-rest: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not recipe" $(PYTEST_ARGS)
 
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not engine and not recipe" $(PARALLEL) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not engine and not recipe" $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

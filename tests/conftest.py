@@ -40,25 +40,6 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers: whole runs, which take all cores, one after another; all else by file.
-
-    What takes long begins first. Tests with the session's engine stay together for its sake.
-    """
-
-    def group(item: pytest.Item) -> tuple[int, str]:
-        if item.get_closest_marker("recipe"):
-            return 0, "runs"
-        if item.get_closest_marker("engine"):
-            return 1, "engine"
-        return 2, item.path.name
-
-    items.sort(key=lambda item: group(item)[0])
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)[1]))
-
-
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -120,7 +120,10 @@ def ppo_tokens(
             loss = smaller(loss, -a * dual)
         w, out_of_range = weights[t]
         gap = row.ref[t] - theta[t]
-        kl = gap * gap / 2 if options.get("kl_estimator", "k2") == "k2" else exp(gap) - 1 - gap
+        if options.get("kl_estimator", "k2") == "k2":
+            kl = gap * gap / 2
+        else:
+            kl = exp(gap) - 1 - smaller(gap, 20.0)
         tokens.append(
             PPOToken(
                 loss=w * loss,
@@ -130,7 +133,7 @@ def ppo_tokens(
                 prox=prox[t],
                 out_of_range=out_of_range,
                 below=a < 0 and r.real < 1 - low,
-                above=a > 0 and r.real > 1 + high,
+                above=(a > 0 and r.real > 1 + high) or bool(dual and a < 0 and r.real > dual),
             )
         )
     return tokens
@@ -196,7 +199,8 @@ def ppo_diagnostics(trajectories: Sequence[Trajectory], options: dict) -> dict[s
                 inside = known and first <= lag <= last
                 add(f"ratio_by_lag/{bucket}", math.exp(theta - mu), inside)
                 add(f"log_ratio_by_lag/{bucket}", abs(theta - mu), inside)
-            add("mismatch_lag_0", abs(token.prox - mu), lag == 0)
+            start = token.prox if options.get("prox", "recompute") == "recompute" else theta
+            add("mismatch_lag_0", abs(start - mu), lag == 0)
     return sums
 
 

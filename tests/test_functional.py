@@ -186,3 +186,14 @@ def test_compiles_with_inductor(monkeypatch):
         results.append((value.detach(), log_prob.grad))
     assert counter.frame_count == 1
     torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_penalty_never_pushes_away(estimator):
+    """The further below the reference, the more it costs, up to where it is bounded."""
+    below = torch.linspace(0.0, 30.0, 61, dtype=torch.float64).requires_grad_()
+    mask = torch.ones(61, dtype=torch.bool)
+    kl = functional.kl_estimate(-below, torch.zeros_like(below), mask, estimator)
+    assert (kl.diff() >= 0).all()
+    (gradient,) = torch.autograd.grad(kl.sum(), below)
+    assert (gradient >= 0).all() and gradient[1:40].gt(0).all()

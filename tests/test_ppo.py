@@ -26,7 +26,7 @@ from torchrl_llm_async.packing import pack_rows, pad_rows
 
 TOLERANCE = 1e-6
 
-OPTIONS = st.fixed_dictionaries(
+EVERY_OPTION = st.fixed_dictionaries(
     {
         "clip_epsilon": st.sampled_from([(0.2, 0.2), (0.1, 0.3)]),
         "dual_clip": st.sampled_from([None, 1.5]),
@@ -41,7 +41,20 @@ OPTIONS = st.fixed_dictionaries(
         "kl_to_ref_coeff": st.sampled_from([0.0, 0.3]),
         "kl_estimator": st.sampled_from(["k2", "k3"]),
     }
-).map(lambda o: o | ({"fixed_length": 20} if o["aggregation"] == "fixed" else {}))
+)
+
+
+def with_effect(options: dict) -> dict:
+    """Without those that have no effect beside the others, which are refused."""
+    correction = [name for name in options if name.startswith("correction")]
+    if options["prox"] == "behavior" and options["correction"] != "off":
+        options = {k: v for k, v in options.items() if k not in correction}
+    if options.get("correction") != "both":
+        options = {k: v for k, v in options.items() if k != "correction_floor"}
+    return options | ({"fixed_length": 20} if options["aggregation"] == "fixed" else {})
+
+
+OPTIONS = EVERY_OPTION.map(with_effect)
 
 
 def assert_close(value, expected) -> None:
@@ -133,7 +146,8 @@ def test_fresh_data_gives_the_reinforce_gradient(prox, level, correction):
     """Staleness 0 and one minibatch: decoupled = coupled = -A / tokens for every log-prob."""
     trajectories = fresh(0)
     policy = TablePolicy(trajectories)
-    loss = DecoupledPPOLoss(policy, prox=prox, correction=correction, correction_level=level)
+    options = {"prox": prox, "correction": correction, "correction_level": level}
+    loss = DecoupledPPOLoss(policy, **with_effect({"aggregation": "token"} | options))
     rows = to_batch(trajectories).exclude(("log_probs", "prox"))
     micro = loss.anchor(pad_rows(loss.select(rows, target_version=TARGET_VERSION), pad_id=0))
     count = sum(len(row.answer()) for row in trajectories)

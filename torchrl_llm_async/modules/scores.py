@@ -17,6 +17,24 @@ from torch.nn import functional as F
 
 EntropyMode = Literal["off", "detached", "differentiable"]
 
+
+def check_all_scored(mask: Tensor, scored: Tensor) -> None:
+    """Raises ``ValueError`` if a token is asked for that nothing can be said of.
+
+    Args:
+        mask (Tensor): [N, T] bool, what is asked for.
+        scored (Tensor): [N, T] bool, what there is to score of it.
+    """
+    left_out = mask & ~scored
+    if left_out.any():
+        row, token = left_out.nonzero()[0].tolist()
+        raise ValueError(
+            f"{int(left_out.sum())} tokens marked as sampled are padding or have nothing before "
+            f"them, e.g. token {token} of row {row}: right before an answer there is a prompt, if "
+            "only of one token. Correct the mask of sampled tokens."
+        )
+
+
 ATTENTION_MASK: NestedKey = ("masks", "all_attention_mask")
 SEGMENT_IDS: NestedKey = ("packing", "segment_ids")
 
@@ -98,6 +116,7 @@ def score_tokens(
     temperature = _check_wrapper(actor, values)
     tokens, segments = read_sequences(micro, tokens_key=actor.in_keys[0])
     scored = mask & (segments >= 0) & (segments == F.pad(segments, (1, -1), value=-1))
+    check_all_scored(mask, scored)
     rows, place = _one_sequence_per_row(tokens, segments, actor.in_keys[0])
     # The default padding side of TransformersWrapper.get_dist is not that of its own rows.
     logits = actor.get_dist(rows, mask_key=ATTENTION_MASK, padding_side="left").logits

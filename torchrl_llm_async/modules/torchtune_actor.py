@@ -24,6 +24,7 @@ from torchrl_llm_async.modules.projection import project_and_score
 from torchrl_llm_async.modules.scores import (
     EntropyMode,
     TokenScores,
+    check_all_scored,
     read_sequences,
     score_logits,
 )
@@ -176,6 +177,8 @@ class TorchtuneActor(LLMWrapperBase):
         tokens, segments = self._read(micro)
         scored = segments >= 0 if mask is None else mask & (segments >= 0)
         scored = scored & (segments == F.pad(segments, (1, -1), value=-1))
+        if mask is not None:
+            check_all_scored(mask, scored)
         previous, targets = scored[:, 1:], tokens[:, 1:]
         if values:
             self._check_value_head()
@@ -193,7 +196,10 @@ class TorchtuneActor(LLMWrapperBase):
                     entropy=entropy,
                 )
                 if values:
-                    scores += (_at_least_float32(self.model.value_head(hidden).squeeze(-1)),)
+                    # In bf16, values near 1 would be 0.004 apart.
+                    head = (_at_least_float32(p) for p in self.model.value_head.parameters())
+                    value = F.linear(_at_least_float32(hidden), *head)
+                    scores += (value.squeeze(-1),)
                 return scores
 
             with self._unembed_as(score_hidden):

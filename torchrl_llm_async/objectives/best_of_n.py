@@ -6,15 +6,18 @@ no reference and no advantages.
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import LossOutput, require, sum_and_count
+from torchrl_llm_async.objectives.common import (
+    LossOutput,
+    check_aggregation,
+    per_unit,
+    sum_and_count,
+)
 from torchrl_llm_async.objectives.group_loss import GroupLoss
 
 
@@ -93,13 +96,7 @@ class BestOfNLoss(GroupLoss):
         aggregation: functional.Aggregation = "token",
         fixed_length: int | None = None,
     ) -> None:
-        accepted = get_args(functional.Aggregation)
-        require(aggregation in accepted, f"aggregation={aggregation!r} is not one of {accepted}.")
-        require(
-            (aggregation == "fixed") == (fixed_length is not None),
-            f"fixed_length={fixed_length} with aggregation={aggregation!r}: 'fixed' needs a "
-            "number of tokens, the others take none.",
-        )
+        check_aggregation(aggregation, fixed_length)
         super().__init__(actor_network)
         self.aggregation = aggregation
         self.fixed_length = fixed_length
@@ -138,7 +135,7 @@ class BestOfNLoss(GroupLoss):
         log_prob = self._policy(micro).log_probs
         total = functional.aggregate(-log_prob, *layout, self.aggregation)
         return BestOfNLossOutput(
-            loss_nll=total / normalizer,
+            loss_nll=per_unit(total, normalizer),
             token_log_prob=sum_and_count(log_prob, layout.mask),
             chosen_log_prob=sum_and_count(layout.sum(log_prob), layout.lengths() > 0),
             batch_size=(),

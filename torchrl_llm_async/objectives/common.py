@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase, unravel_key
@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_async.modules.scores import EntropyMode, TokenScores, score_tokens
+from torchrl_llm_async.modules.scores import SEGMENT_IDS, EntropyMode, TokenScores, score_tokens
 from torchrl_llm_async.objectives import functional
 
 
@@ -140,7 +140,8 @@ class AsyncLLMLoss(LossModule):
             :func:`~torchrl_llm_async.modules.score_tokens` can ask.
         reference_network (TensorDictModuleBase, optional): a frozen policy of the same
             interface. Its log-probs are computed, without gradient, where the
-            micro-batch does not bring them.
+            micro-batch does not bring them. It is frozen here, and no submodule: move it to
+            its device yourself.
 
     Attributes:
         packing_unit: what packing must not split: a ``"sequence"``, a ``"pair"`` of
@@ -185,6 +186,15 @@ class AsyncLLMLoss(LossModule):
         super().__init__()
         self.actor_network = actor_network
         self.reference_network = reference_network
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "reference_network":
+            # No submodule: frozen, it has no place in parameters(), state_dict() and train().
+            if value is not None:
+                value.requires_grad_(False).eval()
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _forward_value_estimator_keys(self, **kwargs) -> None:
         """No value estimator; ``in_keys`` follow ``tensor_keys`` by themselves."""
@@ -261,10 +271,26 @@ class AsyncLLMLoss(LossModule):
             number, length = mask.shape
             ids = torch.arange(number, device=mask.device).repeat_interleave(length)
             return Layout(mask.flatten(), ids, number)
+        self._check_actors_segments()
         segment_ids = self._read(rows, "segment_ids")
-        number = int(segment_ids.max()) + 1
+        # Of padding alone: a pair of sequences without a token, as of padded rows.
+        number = int(segment_ids.max()) + 1 or 2
         # Padding is not sampled; whichever sequence it is counted with.
         return Layout(mask.flatten(), segment_ids.flatten().clamp_min(0), number)
+
+    def _check_actors_segments(self) -> None:
+        """An actor that looks for them elsewhere would take a packed row for one sequence."""
+        ours = unravel_key(self.tensor_keys.segment_ids)
+        for actor in (self.actor_network, self.reference_network):
+            # One with score() may know sequences by other means.
+            default = None if hasattr(actor, "score") else SEGMENT_IDS
+            theirs = getattr(actor, "segment_ids_key", default)
+            if actor is not None and theirs is not None and unravel_key(theirs) != ours:
+                raise ValueError(
+                    f"{type(self).__name__} reads segment_ids at {ours!r}, but "
+                    f"{type(actor).__name__} at {theirs!r}: give TorchtuneActor "
+                    f"segment_ids_key={ours!r}, or the loss set_keys(segment_ids={theirs!r})."
+                )
 
     def _tokens(self, rows: TensorDictBase, name: str, fill: float | int = 0.0) -> Tensor:
         """(N,) the entry at the accepted key ``name``, one per token or one per row.
@@ -290,6 +316,8 @@ class AsyncLLMLoss(LossModule):
         mask = self._read(rows, "assistant_mask", False)
         scores = score_tokens(self.actor_network, rows, mask=mask, entropy=entropy, values=values)
         self._check_finite(scores.log_probs, mask, "log-probs of the policy")
+        if entropy != "off":
+            self._check_finite(scores.entropy, mask, "entropies of the policy")
         if values:
             self._check_finite(scores.values, mask, "values of the critic")
         return TokenScores(*(None if score is None else score.flatten() for score in scores))
@@ -315,6 +343,41 @@ class AsyncLLMLoss(LossModule):
                 f"{values[row, token].item()} in row {row}, token {token}. Leave such rows out "
                 "of the buffer; if they come of the weights, those are broken already."
             )
+
+
+def per_unit(total: Tensor, normalizer: Tensor | float) -> Tensor:
+    """The sum by the normalizer; where that is 0 there was nothing to sum, and it stays 0."""
+    if isinstance(normalizer, Tensor):
+        return total / torch.where(normalizer == 0, torch.ones_like(normalizer), normalizer)
+    return total / (normalizer or 1.0)
+
+
+def check_clip_epsilon(clip_epsilon: float | Sequence[float]) -> tuple[float, float]:
+    """The option as (epsilon_l, epsilon_h)."""
+    low, high = (
+        (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, (int, float)) else clip_epsilon
+    )
+    require(
+        0 < low < 1 and high > 0,
+        f"clip_epsilon={clip_epsilon} must lie in (0, 1) below and above 0 above, e.g. "
+        "0.2 or [0.2, 0.28].",
+    )
+    return float(low), float(high)
+
+
+def check_aggregation(aggregation: functional.Aggregation, fixed_length: int | None) -> None:
+    """Whether both options are right, and go together."""
+    accepted = get_args(functional.Aggregation)
+    require(aggregation in accepted, f"aggregation={aggregation!r} is not one of {accepted}.")
+    require(
+        (aggregation == "fixed") == (fixed_length is not None),
+        f"fixed_length={fixed_length} with aggregation={aggregation!r}: 'fixed' needs a "
+        "number of tokens, the others take none.",
+    )
+    require(
+        fixed_length is None or fixed_length >= 1,
+        f"fixed_length={fixed_length} must be at least 1 token, e.g. the most that are sampled.",
+    )
 
 
 def require(condition: bool, message: str) -> None:

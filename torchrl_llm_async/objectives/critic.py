@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional, values
-from torchrl_llm_async.objectives.common import require, sum_and_count
+from torchrl_llm_async.objectives.common import per_unit, require, sum_and_count
 from torchrl_llm_async.objectives.ppo import DecoupledPPOLoss, DecoupledPPOLossOutput
 
 
@@ -212,7 +212,7 @@ class CriticPPOLoss(DecoupledPPOLoss):
         error = target - scores.values
         return CriticPPOLossOutput(
             **dict(policy.items()),
-            loss_value=self.value_coeff * total / normalizer,
+            loss_value=self.value_coeff * per_unit(total, normalizer),
             value_target=sum_and_count(target, mask),
             value_target_squared=sum_and_count(target.square(), mask),
             value_bias=sum_and_count(error, mask),

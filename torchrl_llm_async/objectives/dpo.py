@@ -15,7 +15,13 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import Layout, LossOutput, require, sum_and_count
+from torchrl_llm_async.objectives.common import (
+    Layout,
+    LossOutput,
+    per_unit,
+    require,
+    sum_and_count,
+)
 from torchrl_llm_async.objectives.group_loss import GroupLoss
 
 Pairing = Literal["best_worst", "all"]
@@ -277,7 +283,7 @@ class OnlineDPOLoss(GroupLoss):
             )
             loss = weight * loss
         return OnlineDPOLossOutput(
-            loss_preference=torch.where(valid, loss, 0.0).sum() / normalizer,
+            loss_preference=per_unit(torch.where(valid, loss, 0.0).sum(), normalizer),
             reward_margin=sum_and_count(self.beta * margin, valid),
             preference_accuracy=sum_and_count(margin > 0, valid),
             chosen_reward=sum_and_count(self.beta * chosen, valid),

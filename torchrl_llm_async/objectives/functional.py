@@ -265,7 +265,7 @@ def clipped_surrogate(
 
     Returns:
         Surrogate: the loss, the detached ratio r, and where clipping took the
-        gradient away at the lower (A < 0) and the upper end (A > 0).
+        gradient away at the lower end (A < 0) and the upper (A > 0, or A < 0 by dual clip).
 
     Examples:
         >>> one = torch.ones(1, dtype=torch.bool)
@@ -283,14 +283,15 @@ def clipped_surrogate(
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, clipped)
+    clipped_high = (advantage > 0) & (ratio > 1 + clip_high)
     if dual_clip is not None:
         loss = torch.where(advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss)
-    ratio = ratio.detach()
+        clipped_high = clipped_high | ((advantage < 0) & (ratio > dual_clip))
     return Surrogate(
         loss=loss,
-        ratio=ratio,
+        ratio=ratio.detach(),
         clipped_low=(advantage < 0) & (ratio < 1 - clip_low),
-        clipped_high=(advantage > 0) & (ratio > 1 + clip_high),
+        clipped_high=clipped_high,
     )
 
 
@@ -322,6 +323,8 @@ def kl_estimate(
     difference = torch.where(mask, ref_log_prob.detach() - log_prob, 0.0)
     if estimator == "k2":
         return difference.square() / 2
+    # Bounded before both terms: where the exponential stops growing, the other would push away.
+    difference = difference.clamp_max(MAX_LOG_RATIO)
     return bounded_exp(difference) - 1 - difference
 
 

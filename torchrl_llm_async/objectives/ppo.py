@@ -6,6 +6,7 @@ Owns the options of the loss and the reading of its micro-batches; the arithmeti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -22,6 +23,9 @@ from torchrl_llm_async.objectives.common import (
     Layout,
     LossOutput,
     by_lag,
+    check_aggregation,
+    check_clip_epsilon,
+    per_unit,
     require,
     sum_and_count,
 )
@@ -40,7 +44,8 @@ class DecoupledPPOLossOutput(LossOutput):
         loss_entropy (Tensor): minus the entropy bonus; None without ``entropy_coeff``.
         loss_kl_to_ref (Tensor): the KL penalty; None without ``kl_to_ref_coeff``.
         ratio: r, the policy over the proximal one.
-        clip_fraction_low, clip_fraction_high: tokens whose gradient clipping removed.
+        clip_fraction_low, clip_fraction_high: tokens whose gradient clipping removed, at the
+            lower and the upper end of the ratio; dual clip removes at the upper.
         correction_fraction: tokens whose behaviour weight was truncated or rejected.
         behavior_weight, behavior_weight_squared: w' and its square.
         kl_to_behavior: log mu - log theta, an unbiased estimate of KL(mu || theta).
@@ -215,21 +220,12 @@ class DecoupledPPOLoss(AsyncLLMLoss):
             ("correction", correction, functional.Correction),
             ("correction_level", correction_level, functional.CorrectionLevel),
             ("ratio_level", ratio_level, functional.RatioLevel),
-            ("aggregation", aggregation, functional.Aggregation),
             ("kl_estimator", kl_estimator, functional.KLEstimator),
         ):
             require(
                 value in get_args(accepted),
                 f"{name}={value!r} is not one of {get_args(accepted)}.",
             )
-        low, high = (
-            (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, (int, float)) else clip_epsilon
-        )
-        require(
-            0 < low < 1 and high > 0,
-            f"clip_epsilon={clip_epsilon} must lie in (0, 1) below and above 0 above, e.g. "
-            "0.2 or [0.2, 0.28].",
-        )
         require(
             dual_clip is None or dual_clip > 1,
             f"dual_clip={dual_clip} must be above 1, e.g. 3.0, or null.",
@@ -242,13 +238,24 @@ class DecoupledPPOLoss(AsyncLLMLoss):
             correction_floor is None or 0 <= correction_floor <= 1,
             f"correction_floor={correction_floor} must lie in [0, 1], or be null.",
         )
+        for name, value in (("entropy_coeff", entropy_coeff), ("kl_to_ref_coeff", kl_to_ref_coeff)):
+            require(0 <= value < math.inf, f"{name}={value} must be 0 (off) or more.")
+        check_aggregation(aggregation, fixed_length)
+        # w is 1 there; at other values somebody would believe that it is bounded.
+        given = (correction, correction_level, correction_cap, correction_floor)
         require(
-            (aggregation == "fixed") == (fixed_length is not None),
-            f"fixed_length={fixed_length} with aggregation={aggregation!r}: 'fixed' needs a "
-            "number of tokens, the others take none.",
+            prox != "behavior" or correction == "off" or given == ("truncate", "token", 5.0, None),
+            "prox='behavior' with correction, correction_level, correction_cap, correction_floor = "
+            f"{given}: the weight they are of is 1 everywhere. Leave them out, or use "
+            "prox='recompute'.",
+        )
+        require(
+            correction_floor is None or correction == "both",
+            f"correction_floor={correction_floor} with correction={correction!r}: only 'both' has "
+            "a floor.",
         )
         super().__init__(actor_network, reference_network=reference_network)
-        self.clip_low, self.clip_high = float(low), float(high)
+        self.clip_low, self.clip_high = check_clip_epsilon(clip_epsilon)
         self.dual_clip = dual_clip
         self.prox = prox
         self.correction = correction
@@ -335,7 +342,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         )
 
         def reduce(values: Tensor) -> Tensor:
-            return functional.aggregate(values, *layout, self.aggregation) / normalizer
+            return per_unit(functional.aggregate(values, *layout, self.aggregation), normalizer)
 
         # w' r: what an expectation under the current policy weighs mu's tokens with.
         importance = weight * surrogate.ratio
@@ -400,4 +407,6 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         difference = current - behavior
         output.ratio_by_lag = by_lag(functional.bounded_exp(difference), lag, known)
         output.log_ratio_by_lag = by_lag(difference.abs(), lag, known)
-        output.mismatch_lag_0 = sum_and_count((prox - behavior).abs(), known & (lag == 0))
+        # Where prox is made of mu it would hide the difference.
+        start = prox if self.prox == "recompute" else current
+        output.mismatch_lag_0 = sum_and_count((start - behavior).abs(), known & (lag == 0))

@@ -16,7 +16,12 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import LossOutput, require, sum_and_count
+from torchrl_llm_async.objectives.common import (
+    LossOutput,
+    check_clip_epsilon,
+    per_unit,
+    sum_and_count,
+)
 from torchrl_llm_async.objectives.group_loss import GroupLoss
 
 
@@ -133,16 +138,8 @@ class ProximalRLOOLoss(GroupLoss):
         *,
         clip_epsilon: float | Sequence[float] = 0.2,
     ) -> None:
-        low, high = (
-            (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, (int, float)) else clip_epsilon
-        )
-        require(
-            0 < low < 1 and high > 0,
-            f"clip_epsilon={clip_epsilon} must lie in (0, 1) below and above 0 above, e.g. "
-            "0.2 or [0.2, 0.28].",
-        )
         super().__init__(actor_network)
-        self.clip_low, self.clip_high = float(low), float(high)
+        self.clip_low, self.clip_high = check_clip_epsilon(clip_epsilon)
 
     def select(self, batch: TensorDictBase, *, target_version: int | None = None) -> TensorDictBase:
         """All rows, each with its advantage over the others of its group.
@@ -190,7 +187,7 @@ class ProximalRLOOLoss(GroupLoss):
             clip_high=self.clip_high,
         )
         return ProximalRLOOLossOutput(
-            loss_objective=surrogate.loss.sum() / normalizer,
+            loss_objective=per_unit(surrogate.loss.sum(), normalizer),
             ratio=sum_and_count(surrogate.ratio, valid),
             ratio_squared=sum_and_count(surrogate.ratio.square(), valid),
             clip_fraction_low=sum_and_count(surrogate.clipped_low, valid),

@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import LossOutput, require, sum_and_count
+from torchrl_llm_async.objectives.common import LossOutput, per_unit, require, sum_and_count
 from torchrl_llm_async.objectives.group_loss import GroupLoss
 
 
@@ -232,7 +232,7 @@ class TrajectoryBalanceLoss(GroupLoss):
             log_ratio, reward, valid, groups, len(found), beta=self.beta
         )
         return TrajectoryBalanceLossOutput(
-            loss_balance=residual.square().sum() / normalizer,
+            loss_balance=per_unit(residual.square().sum(), normalizer),
             residual_size=sum_and_count(residual.abs(), valid),
             log_z=sum_and_count(log_z, valid),
             log_ratio_to_ref=sum_and_count(log_ratio, valid),
