@@ -242,3 +242,55 @@ def test_a_reference_network_that_is_broken_is_named():
     micro = pad_rows(to_batch(trajectories).exclude(("log_probs", "ref")), pad_id=0)
     with pytest.raises(ValueError, match=r"(?s)reference.*not finite"):
         loss(micro, normalizer=1.0)
+
+
+@pytest.mark.inv7
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_sequence_at_all_is_a_loss_of_0(name):
+    """By the very denominator of the rows, which is 0; padded, or packed and padding alone."""
+    loss = LOSSES[name](TorchtuneActor(make_decoder(LOSSES[name])))
+    blank = blank_rows(make_rows(loss), pad_id=0)
+    packed = blank.clone()
+    packed["packing", "segment_ids"] = torch.full_like(blank["tokens", "full"], -1)
+    for micro in (blank, packed):
+        output = loss(micro, normalizer=loss.denominator(micro))
+        output.total().backward()
+        assert output.total().item() == 0.0
+        assert all(p.grad.eq(0).all() for p in loss.actor_network.parameters())
+
+
+@pytest.mark.inv7
+def test_an_actor_that_looks_elsewhere_for_sequences_is_refused():
+    """It would take a packed row for one sequence."""
+    micro = pack_rows(to_batch(random_trajectories(4)), pad_id=0, segment_ids_key=("a", "ids"))
+    model = make_decoder(DecoupledPPOLoss)
+    loss = DecoupledPPOLoss(TorchtuneActor(model))
+    loss.set_keys(segment_ids=("a", "ids"))
+    with pytest.raises(ValueError, match=r"reads segment_ids at \('a', 'ids'\), but Torchtune"):
+        loss(micro, normalizer=1.0)
+    loss = DecoupledPPOLoss(TorchtuneActor(model, segment_ids_key=("a", "ids")))
+    loss.set_keys(segment_ids=("a", "ids"))
+    assert loss(micro, normalizer=1.0).total().isfinite()
+
+
+@pytest.mark.inv7
+@pytest.mark.parametrize("where", ["first", "padding"])
+def test_a_sampled_token_that_can_not_be_scored_is_refused(where):
+    micro = pad_rows(to_batch(random_trajectories(4)), pad_id=0)
+    attention, sampled = micro["masks", "all_attention_mask"], micro["masks", "all_assistant_mask"]
+    first = int(attention[0].int().argmax())
+    if where == "first":
+        sampled[0, first] = True
+    else:
+        attention[0, sampled[0].nonzero()[-1]] = False
+    with pytest.raises(ValueError, match=r"tokens marked as sampled are padding or have nothing"):
+        DecoupledPPOLoss(TorchtuneActor(make_decoder(DecoupledPPOLoss)))(micro, normalizer=1.0)
+
+
+def test_a_reference_network_is_frozen_and_no_part_of_the_loss():
+    actor, reference = (TorchtuneActor(make_decoder(OnlineDPOLoss)) for _ in range(2))
+    loss = OnlineDPOLoss(actor, reference_network=reference)
+    loss.train()
+    assert {id(p) for p in loss.parameters()} == {id(p) for p in actor.parameters()}
+    assert not any("reference" in key for key in loss.state_dict())
+    assert not reference.training and not any(p.requires_grad for p in reference.parameters())
