@@ -67,7 +67,7 @@ eval: $(STAMP)
 
 # Whole runs and all the rest, beside each other.
 test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-runs test-rest
+	$(MAKE) --no-print-directory --jobs 2 test-runs test-rest
 
 test-runs: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and recipe" $(PYTEST_ARGS)
