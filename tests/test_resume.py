@@ -206,7 +206,7 @@ def test_a_run_interrupted_then_killed_while_it_saves_loses_nothing(tmp_path: Pa
 @pytest.mark.parametrize("who", ["trainer", "engine", "collector"])
 def test_whoever_is_killed_at_whatever_point_nothing_is_lost(who: str, tmp_path: Path) -> None:
     """Between steps, in the middle of generation, right behind a checkpoint and in one."""
-    run = Run(tmp_path, steps=20)
+    run = Run(tmp_path, steps=40)  # Up to 8 for each time that it goes on.
     for point in range(4):
         process, cut = run.go_on(), run.newest()
         wait_until(lambda cut=cut: run.newest() > cut, process)
