@@ -154,7 +154,8 @@ def ppo(trajectories: Sequence[Trajectory], options: dict) -> tuple[float, list,
         answer, total = row.answer(), 0j
         for t, token in zip(answer, ppo_tokens(row, options, theta), strict=True):
             total += token.loss
-            total += options.get("kl_to_ref_coeff", 0.0) * token.weight * token.ratio * token.kl
+            importance = min(options.get("correction_cap", 5.0), token.weight * token.ratio)
+            total += options.get("kl_to_ref_coeff", 0.0) * importance * token.kl
             total -= options.get("entropy_coeff", 0.0) * entropy[t]
         return total / ((len(answer) or 1) if aggregation == "sequence" else 1) / (count or 1)
 
@@ -185,12 +186,29 @@ def ppo_diagnostics(trajectories: Sequence[Trajectory], options: dict) -> dict[s
             add("clip_fraction_high", token.above)
             add("correction_fraction", token.out_of_range)
             add("behavior_weight", token.weight)
-            add("behavior_weight_squared", token.weight**2)
-            add("kl_to_behavior", mu - theta)
+            add("importance", token.weight * token.ratio)
+            add("importance_squared", (token.weight * token.ratio) ** 2)
+            add("kl_behavior_to_policy", mu - theta)
             add("kl_to_prox", token.weight * token.ratio * k3(theta, token.prox))
             add("kl_prox_to_behavior", token.weight * k3(token.prox, mu))
             add("kl_to_ref", token.kl.real)
             add("entropy", row.entropy[t])
+    anchored = options.get("prox", "recompute") == "recompute"
+    return sums | lag_diagnostics(trajectories, anchored=anchored)
+
+
+def lag_diagnostics(trajectories: Sequence[Trajectory], *, anchored: bool) -> dict[str, tuple]:
+    """(sum, count) over sampled tokens of known version, by lag."""
+    sums: dict[str, list[float]] = {}
+
+    def add(name: str, value: float, counted: bool) -> None:
+        entry = sums.setdefault(name, [0.0, 0])
+        entry[0] += value * counted
+        entry[1] += counted
+
+    for row in trajectories:
+        for t in row.answer():
+            theta, mu = row.theta[t], row.mu[t]
             known = row.version[t] >= 0
             lag = TARGET_VERSION - 1 - row.version[t]
             for first, last in ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9)):
@@ -198,8 +216,8 @@ def ppo_diagnostics(trajectories: Sequence[Trajectory], options: dict) -> dict[s
                 bucket += "+" if last == 10**9 else ""
                 inside = known and first <= lag <= last
                 add(f"ratio_by_lag/{bucket}", math.exp(theta - mu), inside)
-                add(f"log_ratio_by_lag/{bucket}", abs(theta - mu), inside)
-            start = token.prox if options.get("prox", "recompute") == "recompute" else theta
+                add(f"log_ratio_size_by_lag/{bucket}", abs(theta - mu), inside)
+            start = row.prox[t] if anchored else theta
             add("mismatch_lag_0", abs(start - mu), lag == 0)
     return sums
 

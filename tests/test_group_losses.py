@@ -5,9 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from loss_batches import TablePolicy, backward, random_trajectories, to_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_batches import (
+    FORMS,
+    TARGET_VERSION,
+    TablePolicy,
+    backward,
+    micro_batches,
+    random_trajectories,
+    to_batch,
+)
+from loss_references import best_against_worst, lag_diagnostics
 
 from torchrl_llm_async.objectives import (
     BestOfNLoss,
@@ -121,3 +133,37 @@ def test_rows_that_select_has_not_seen_are_refused(make):
     micro = pad_rows(to_batch(trajectories).exclude("advantage"), pad_id=0)
     with pytest.raises(KeyError, match=r"found no (advantage|group_size) at"):
         make(TablePolicy(trajectories))(micro, normalizer=1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), make=st.sampled_from(SELECT), form=st.sampled_from(FORMS))
+def test_diagnostics_by_lag(seed, make, form):
+    trajectories = random_trajectories(seed, oldest=-1)
+    loss = make(TablePolicy(trajectories))
+    rows = loss.select(to_batch(trajectories), target_version=TARGET_VERSION)
+    pairs, _ = best_against_worst(trajectories)
+    trained = {
+        OnlineDPOLoss: [trajectories[i] for pair in pairs for i in pair],
+        BestOfNLoss: [trajectories[chosen] for chosen, _ in pairs],
+    }.get(make, trajectories)
+    assert len(rows) == len(trained)
+    if not trained:
+        return
+    unit = {"sequence": 1, "pair": 2, "group": 2}[loss.packing_unit]
+    micros = micro_batches(rows, form, seed, unit=unit)
+    found = [loss(micro, normalizer=1.0).diagnostics() for micro in micros]
+    expected = lag_diagnostics(trained, anchored=False)
+    if expected:
+        assert {name for name in found[0] if "lag" in name} == set(expected)
+    for name, pair in expected.items():
+        total = sum(diagnostics[name] for diagnostics in found)
+        np.testing.assert_allclose(total, pair, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", SELECT)
+def test_without_versions_there_are_no_diagnostics_by_lag(make):
+    trajectories = random_trajectories(10)
+    loss = make(TablePolicy(trajectories))
+    rows = loss.select(to_batch(trajectories))
+    names = set(loss(pad_rows(rows, pad_id=0), normalizer=1.0).diagnostics())
+    assert names and not any("lag" in name for name in names)

@@ -47,8 +47,12 @@ EVERY_OPTION = st.fixed_dictionaries(
 def with_effect(options: dict) -> dict:
     """Without those that have no effect beside the others, which are refused."""
     correction = [name for name in options if name.startswith("correction")]
-    if options["prox"] == "behavior" and options["correction"] != "off":
+    if options["correction"] == "off":
+        options = {k: v for k, v in options.items() if k not in {*correction} - {"correction"}}
+    elif options["prox"] == "behavior":
         options = {k: v for k, v in options.items() if k not in correction}
+    if options.get("kl_to_ref_coeff") == 0:
+        options = {k: v for k, v in options.items() if k != "kl_estimator"}
     if options.get("correction") != "both":
         options = {k: v for k, v in options.items() if k != "correction_floor"}
     return options | ({"fixed_length": 20} if options["aggregation"] == "fixed" else {})
@@ -91,7 +95,7 @@ def test_equals_the_reference_in_every_form(seed, options, form, per_token, outl
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), options=OPTIONS, form=st.sampled_from(FORMS))
 def test_diagnostics_equal_the_reference_in_every_form(seed, options, form):
-    options |= {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
+    options = options | {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
     trajectories = random_trajectories(seed, empty=0.0, oldest=-1)
     loss = DecoupledPPOLoss(TablePolicy(trajectories), **options)
     rows = loss.select(to_batch(trajectories), target_version=TARGET_VERSION)
@@ -106,14 +110,15 @@ def test_diagnostics_equal_the_reference_in_every_form(seed, options, form):
         np.testing.assert_allclose(totals[name], sum_and_count, rtol=1e-5, atol=1e-5)
 
     figures = DecoupledPPOLossOutput.figures({k: v.tolist() for k, v in totals.items()})
-    weights = [token.weight for row in trajectories for token in ppo_tokens(row, options)]
+    tokens = [token for row in trajectories for token in ppo_tokens(row, options)]
+    weights = [token.weight * token.ratio for token in tokens]
     size = sum(weights) ** 2 / len(weights) / sum(w * w for w in weights)
     if any(weights):
         assert figures.pop("effective_sample_size") == pytest.approx(size, rel=1e-4)
     assert all(
         figures[name] == pytest.approx(total / count, rel=1e-4, abs=1e-5)
         for name, (total, count) in expected.items()
-        if count and name != "behavior_weight_squared"
+        if count and not name.startswith("importance")
     )
 
 
@@ -346,7 +351,11 @@ def test_numbers_that_are_not_finite_are_named(form, prox, field, named, bad):
         ({"aggregation": "fixed", "fixed_length": -5}, "fixed_length=-5 must be at least 1"),
         ({"kl_to_ref_coeff": -1.0}, r"kl_to_ref_coeff=-1\.0 must be 0"),
         ({"entropy_coeff": float("nan")}, "entropy_coeff=nan must be 0"),
-        ({"prox": "behavior", "correction": "both"}, "weight they are of is 1 everywhere"),
+        ({"prox": "behavior", "correction": "both"}, "weight that these are of is 1"),
+        ({"prox": "behavior", "correction_cap": 2.0}, "weight that these are of is 1"),
+        ({"correction": "off", "correction_level": "sequence"}, "weight that these are of is 1"),
+        ({"kl_estimator": "k3"}, r"kl_to_ref_coeff=0\.0 switches off"),
+        ({"reference_network": TablePolicy([])}, r"kl_to_ref_coeff=0\.0 switches off"),
         ({"correction_floor": 0.5}, "only 'both' has a floor"),
         ({"correction_cap": 0.5}, r"correction_cap=0\.5"),
         ({"correction_floor": 1.5}, r"correction_floor=1\.5"),

@@ -108,7 +108,7 @@ def test_diagnostics_in_every_form(seed, form):
         "ratio_squared": (ratios**2).sum(),
         "clip_fraction_low": sum(a < 0 and np.exp(log) < 0.8 for log, a in answers),
         "clip_fraction_high": sum(a > 0 and np.exp(log) > 1.4 for log, a in answers),
-        "kl_to_behavior": -sum(log for log, _ in answers),
+        "kl_behavior_to_policy": -sum(log for log, _ in answers),
     }
     outputs = [loss(micro, normalizer=1.0).diagnostics() for micro in micros]
     totals = {name: sum(output[name] for output in outputs) for name in outputs[0]}

@@ -87,6 +87,7 @@ class BestOfNLoss(GroupLoss):
         >>> loss(rows, normalizer=loss.denominator(rows)).total().backward()
     """
 
+    output_type = BestOfNLossOutput
     packing_unit = "sequence"
 
     def __init__(
@@ -106,7 +107,7 @@ class BestOfNLoss(GroupLoss):
 
         Args:
             batch (TensorDictBase): ``(B * K,)``, the rows of a group adjacent.
-            target_version (int, optional): unused; every loss takes it.
+            target_version (int, optional): the version this step trains towards.
 
         Returns:
             TensorDictBase: at most one row per group; empty if all groups are tied.
@@ -121,7 +122,8 @@ class BestOfNLoss(GroupLoss):
         # torch.argmax is the first of several equals.
         best = (groups * rewards.shape[1] + rewards[groups].argmax(-1)).tolist()
         # An empty list is no valid index of a lazy stack; an empty slice is.
-        return batch[best] if best else batch[:0]
+        rows = super().select(batch, target_version=target_version)
+        return rows[best] if best else rows[:0]
 
     def denominator(self, rows: TensorDictBase) -> Tensor:
         """Tokens, sequences, or sequences times ``fixed_length``, as ``aggregation`` says."""
@@ -138,5 +140,6 @@ class BestOfNLoss(GroupLoss):
             loss_nll=per_unit(total, normalizer),
             token_log_prob=sum_and_count(log_prob, layout.mask),
             chosen_log_prob=sum_and_count(layout.sum(log_prob), layout.lengths() > 0),
+            **self._lags(micro, log_prob),
             batch_size=(),
         )

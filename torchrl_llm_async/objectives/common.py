@@ -9,11 +9,11 @@ and never talks to another rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorClass, TensorDictBase, is_tensorclass, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives.common import LossModule
@@ -52,13 +52,24 @@ class Layout(NamedTuple):
 
 
 class LossOutput(TensorClass["nocast"]):
-    """Base of what a loss returns: ``loss_*`` entries and detached diagnostics.
+    r"""Base of what a loss returns: ``loss_*`` entries and detached diagnostics.
 
     A ``loss_*`` entry is a scalar, already divided by the step's normalizer. Every
     other entry is a diagnostic of shape ``(2,)``, a sum and how many values it is over,
     so that diagnostics add over micro-batches and ranks, or ``(L, 2)`` for one by lag
     (:data:`LAG_BUCKETS`). Entries that are switched off are None.
+
+    Attributes:
+        ratio_by_lag: theta / mu by the token's lag, 1 in expectation; None where the rows
+            do not bring mu and the versions.
+        log_ratio_size_by_lag: \|log theta - log mu\| by the token's lag; None like the former.
+        mismatch_lag_0: \|log prox - log mu\| of tokens sampled by the weights the step
+            starts from, where engine and trainer should agree; None like the former.
     """
+
+    ratio_by_lag: Tensor | None = field(default=None, kw_only=True)
+    log_ratio_size_by_lag: Tensor | None = field(default=None, kw_only=True)
+    mismatch_lag_0: Tensor | None = field(default=None, kw_only=True)
 
     def total(self) -> Tensor:
         """Sum of the ``loss_*`` entries, the scalar to call ``backward`` on."""
@@ -144,6 +155,7 @@ class AsyncLLMLoss(LossModule):
             its device yourself.
 
     Attributes:
+        output_type (type[LossOutput]): what ``forward`` returns.
         packing_unit: what packing must not split: a ``"sequence"``, a ``"pair"`` of
             adjacent rows, or a ``"group"`` of adjacent rows.
         needs_value_head (bool): whether the actor's decoder must have a critic's head
@@ -152,6 +164,7 @@ class AsyncLLMLoss(LossModule):
             rewards tell nothing.
     """
 
+    output_type: ClassVar[type[LossOutput]] = LossOutput
     packing_unit: Literal["sequence", "pair", "group"] = "sequence"
     needs_value_head: bool = False
     groups_tied: int = 0
@@ -168,11 +181,20 @@ class AsyncLLMLoss(LossModule):
                 Defaults to ``("packing", "segment_ids")``.
             ref_log_prob (NestedKey): log-probs of the reference.
                 Defaults to ``("log_probs", "ref")``.
+            sample_log_prob (NestedKey): log mu. Defaults to ``("log_probs", "full")``.
+            token_version (NestedKey): the version that sampled the token, -1 if unknown;
+                need not be there, then there are no diagnostics by lag.
+                Defaults to ``("policy_version", "full")``.
+            target_version (NestedKey): the version trained towards, one number per row;
+                written by ``select``. Defaults to ``("policy_version", "target")``.
         """
 
         assistant_mask: NestedKey = ("masks", "all_assistant_mask")
         segment_ids: NestedKey = ("packing", "segment_ids")
         ref_log_prob: NestedKey = ("log_probs", "ref")
+        sample_log_prob: NestedKey = ("log_probs", "full")
+        token_version: NestedKey = ("policy_version", "full")
+        target_version: NestedKey = ("policy_version", "target")
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -201,9 +223,19 @@ class AsyncLLMLoss(LossModule):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """What the actor reads, then every key of ``tensor_keys`` without repeats."""
+        """What the actor reads, then every key of ``tensor_keys`` without repeats.
+
+        Not all of them need be there: ``rows.select(*loss.in_keys, strict=False)`` is what
+        a loss can make use of.
+        """
         own = vars(self.tensor_keys).values()
         return list(dict.fromkeys([*self.actor_network.in_keys, *own]))
+
+    @property
+    def out_keys(self) -> list[str]:
+        """The entries of what ``forward`` returns; one that options switch off is None."""
+        fields = dict.fromkeys(field.name for field in self.output_type.fields())
+        return sorted(fields, key=lambda name: not name.startswith("loss_"))
 
     @property
     def needs_reference(self) -> bool:
@@ -213,6 +245,8 @@ class AsyncLLMLoss(LossModule):
     def select(self, batch: TensorDictBase, *, target_version: int | None = None) -> TensorDictBase:
         """The rows to train on, with whatever else ``forward`` needs of the whole batch.
 
+        Here all rows, each with the version trained towards, if that is given.
+
         Args:
             batch (TensorDictBase): ``(B * K,)``, the rows of a group adjacent.
             target_version (int, optional): the version this step trains towards, one
@@ -221,7 +255,10 @@ class AsyncLLMLoss(LossModule):
         Returns:
             TensorDictBase: rows that share their tensors with ``batch``; may be empty.
         """
-        return batch
+        if target_version is None:
+            return batch
+        versions = torch.full(batch.batch_size, target_version, device=batch.device)
+        return self._with(batch, target_version=versions)
 
     def anchor(self, micro: TensorDictBase) -> TensorDictBase:
         """The micro-batch with what must be computed before the step's first update."""
@@ -263,6 +300,18 @@ class AsyncLLMLoss(LossModule):
         if fill is None or rows[0].get(key).ndim == 0:
             return rows.get(key)
         return rows.get(key, as_padded_tensor=True, padding_side="left", padding_value=fill)
+
+    def _with(self, rows: TensorDictBase, **entries: Tensor) -> TensorDictBase:
+        """A copy of the rows with entries at the accepted keys of these names."""
+        out = rows.copy()
+        for name, value in entries.items():
+            key = getattr(self.tensor_keys, name)
+            *above, _ = (key,) if isinstance(key, str) else unravel_key(key)
+            parent = out.get(tuple(above), None) if above else None
+            if is_tensorclass(parent):  # TorchRL's wrappers write some, which take no new entry.
+                out.set(tuple(above), parent.to_tensordict())
+            out.set(key, value)
+        return out
 
     def _layout(self, rows: TensorDictBase) -> Layout:
         """Sampled tokens and sequences of padded, packed or ragged rows."""
@@ -331,6 +380,33 @@ class AsyncLLMLoss(LossModule):
             scores = score_tokens(self.reference_network, rows, mask=mask)
         self._check_finite(scores.log_probs, mask, "log-probs of the reference network")
         return scores.log_probs.flatten()
+
+    def _lags(
+        self, rows: TensorDictBase, log_prob: Tensor, start: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Diagnostics by lag, if the rows say which version sampled which token, and how likely.
+
+        Args:
+            rows (TensorDictBase): the micro-batch.
+            log_prob (Tensor): (N,) of the current policy.
+            start (Tensor, optional): (N,) of the weights the step starts from, where they are
+                known; the current policy's by default.
+        """
+        names = ("sample_log_prob", "token_version", "target_version")
+        if not all(self._has(rows, name) for name in names):
+            return {}
+        current = log_prob.detach()
+        behavior = self._tokens(rows, "sample_log_prob")
+        version = self._tokens(rows, "token_version", -1)
+        lag = (self._tokens(rows, "target_version", -1) - 1 - version).clamp_min(0)
+        known = self._read(rows, "assistant_mask", False).flatten() & (version >= 0)
+        difference = current - behavior
+        mismatch = ((current if start is None else start) - behavior).abs()
+        return {
+            "ratio_by_lag": by_lag(functional.bounded_exp(difference), lag, known),
+            "log_ratio_size_by_lag": by_lag(difference.abs(), lag, known),
+            "mismatch_lag_0": sum_and_count(mismatch, known & (lag == 0)),
+        }
 
     @staticmethod
     def _check_finite(values: Tensor, mask: Tensor, what: str) -> None:

@@ -155,6 +155,7 @@ class CriticPPOLoss(DecoupledPPOLoss):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
+    output_type = CriticPPOLossOutput
     needs_value_head = True
 
     def __init__(
@@ -192,7 +193,7 @@ class CriticPPOLoss(DecoupledPPOLoss):
         micro = self._estimate(micro, scores.values)
         if self.prox == "recompute":
             shape = micro.get(self.tensor_keys.old_value).shape
-            micro.set(self.tensor_keys.prox_log_prob, scores.log_probs.view(shape))
+            micro = self._with(micro, prox_log_prob=scores.log_probs.view(shape))
         return micro
 
     def forward(self, micro: TensorDictBase, *, normalizer: Tensor | float) -> CriticPPOLossOutput:
@@ -231,10 +232,9 @@ class CriticPPOLoss(DecoupledPPOLoss):
             reward, value, mask, segment_ids, gamma=self.gamma, lmbda=self.lmbda
         )
         shape = self._read(micro, "assistant_mask", False).shape
-        keys = self.tensor_keys
-        return (
-            micro.copy()
-            .set(keys.old_value, value.detach().view(shape))
-            .set(keys.advantage, advantage.view(shape))
-            .set(keys.value_target, target.view(shape))
+        return self._with(
+            micro,
+            old_value=value.detach().view(shape),
+            advantage=advantage.view(shape),
+            value_target=target.view(shape),
         )

@@ -6,11 +6,11 @@ Needs no advantages, and behaviour log-probs only to weigh stale pairs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
 from typing import Literal, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -57,20 +57,21 @@ def preference_pairs(
         best, worst = max(rewards), min(rewards)
         return [(rewards.index(best), rewards.index(worst))] if best > worst else []
     size = range(len(rewards))
-    candidates = {(i, j) for i in size for j in size if rewards[i] > rewards[j]}
-    limit = len(candidates) if max_pairs is None else min(max_pairs, len(candidates))
+    # (uses of both members, minus the margin, pair)
+    heap = [
+        (0, rewards[j] - rewards[i], i, j) for i in size for j in size if rewards[i] > rewards[j]
+    ]
+    heapq.heapify(heap)
+    limit = len(heap) if max_pairs is None else min(max_pairs, len(heap))
     uses = [0] * len(rewards)
     pairs: list[tuple[int, int]] = []
     while len(pairs) < limit:
-        chosen, rejected = min(
-            candidates,
-            key=lambda pair: (
-                uses[pair[0]] + uses[pair[1]],
-                rewards[pair[1]] - rewards[pair[0]],
-                pair,
-            ),
-        )
-        candidates.remove((chosen, rejected))
+        counted, margin, chosen, rejected = heap[0]
+        now = uses[chosen] + uses[rejected]
+        if now > counted:  # Uses only grow: what is first with the right number is the first.
+            heapq.heapreplace(heap, (now, margin, chosen, rejected))
+            continue
+        heapq.heappop(heap)
         uses[chosen] += 1
         uses[rejected] += 1
         pairs.append((chosen, rejected))
@@ -129,8 +130,8 @@ class OnlineDPOLoss(GroupLoss):
             batch does not bring ``("log_probs", "ref")``.
 
     Attributes:
-        groups_selected (int): groups that the last call of :meth:`select` saw.
-        groups_tied (int): how many of those it skipped, all their rewards being equal.
+        groups_tied (int): groups that the last call of :meth:`select` skipped, all their
+            rewards being equal.
 
     Raises:
         ValueError: for an option out of range, naming it.
@@ -163,19 +164,7 @@ class OnlineDPOLoss(GroupLoss):
         >>> loss(rows, normalizer=loss.denominator(rows)).total().backward()
     """
 
-    @dataclass
-    class _AcceptedKeys(GroupLoss._AcceptedKeys):
-        """Keys this loss reads; see ``set_keys``.
-
-        Attributes:
-            sample_log_prob (NestedKey): log mu, read with ``importance_cap``.
-                ``("log_probs", "full")``.
-        """
-
-        sample_log_prob: NestedKey = ("log_probs", "full")
-
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
+    output_type = OnlineDPOLossOutput
     packing_unit = "pair"
 
     def __init__(
@@ -219,8 +208,6 @@ class OnlineDPOLoss(GroupLoss):
         self.pairing = pairing
         self.max_pairs_per_group = max_pairs_per_group
         self.importance_cap = importance_cap
-        self.groups_selected = 0
-        self.groups_tied = 0
 
     @property
     def needs_reference(self) -> bool:
@@ -232,7 +219,7 @@ class OnlineDPOLoss(GroupLoss):
 
         Args:
             batch (TensorDictBase): ``(B * K,)``, the rows of a group adjacent.
-            target_version (int, optional): unused; every loss takes it.
+            target_version (int, optional): the version this step trains towards.
 
         Returns:
             TensorDictBase: ``(2 P,)``; empty if all groups are tied.
@@ -249,9 +236,10 @@ class OnlineDPOLoss(GroupLoss):
             ties += not pairs
             start = group * len(group_rewards)
             indices.extend(start + position for pair in pairs for position in pair)
-        self.groups_selected, self.groups_tied = len(rewards), ties
+        self.groups_tied = ties
+        rows = super().select(batch, target_version=target_version)
         # An empty list is no valid index of a lazy stack; an empty slice is.
-        return batch[indices] if indices else batch[:0]
+        return rows[indices] if indices else rows[:0]
 
     def denominator(self, rows: TensorDictBase) -> Tensor:
         """Number of pairs."""
@@ -291,6 +279,7 @@ class OnlineDPOLoss(GroupLoss):
             chosen_log_prob=sum_and_count(policy[0::2], valid),
             rejected_log_prob=sum_and_count(policy[1::2], valid),
             importance_weight=None if weight is None else sum_and_count(weight, valid),
+            **self._lags(micro, log_prob),
             batch_size=(),
         )
 
@@ -304,5 +293,5 @@ class OnlineDPOLoss(GroupLoss):
 
     @staticmethod
     def _valid_pairs(layout: Layout) -> Tensor:
-        """(P,) bool: pairs with sampled tokens, as opposed to padding rows."""
+        """(P,) bool: pairs with sampled tokens, in one of them at least; padding rows have none."""
         return (layout.lengths() > 0).view(-1, 2).any(-1)

@@ -20,9 +20,7 @@ from torchrl_llm_async.modules.scores import EntropyMode, TokenScores
 from torchrl_llm_async.objectives import functional
 from torchrl_llm_async.objectives.common import (
     AsyncLLMLoss,
-    Layout,
     LossOutput,
-    by_lag,
     check_aggregation,
     check_clip_epsilon,
     per_unit,
@@ -47,17 +45,13 @@ class DecoupledPPOLossOutput(LossOutput):
         clip_fraction_low, clip_fraction_high: tokens whose gradient clipping removed, at the
             lower and the upper end of the ratio; dual clip removes at the upper.
         correction_fraction: tokens whose behaviour weight was truncated or rejected.
-        behavior_weight, behavior_weight_squared: w' and its square.
-        kl_to_behavior: log mu - log theta, an unbiased estimate of KL(mu || theta).
+        behavior_weight: w'.
+        importance, importance_squared: w' r, theta over mu under the correction, and its square.
+        kl_behavior_to_policy: log mu - log theta, an unbiased estimate of KL(mu || theta).
         kl_to_prox: of KL(theta || prox).
         kl_prox_to_behavior: of KL(prox || mu).
         entropy: of the policy at the sampled positions, in nats.
         kl_to_ref: the penalty's per-token estimate; None without ``kl_to_ref_coeff``.
-        ratio_by_lag: theta / mu by the token's lag, 1 in expectation; None where the rows
-            bring no versions.
-        log_ratio_by_lag: \|log theta - log mu\| by the token's lag; None like the former.
-        mismatch_lag_0: \|log prox - log mu\| of tokens sampled by the weights the step
-            starts from, where engine and trainer should agree; None like the former.
     """
 
     loss_objective: Tensor
@@ -66,28 +60,26 @@ class DecoupledPPOLossOutput(LossOutput):
     clip_fraction_high: Tensor
     correction_fraction: Tensor
     behavior_weight: Tensor
-    behavior_weight_squared: Tensor
-    kl_to_behavior: Tensor
+    importance: Tensor
+    importance_squared: Tensor
+    kl_behavior_to_policy: Tensor
     kl_to_prox: Tensor
     kl_prox_to_behavior: Tensor
     entropy: Tensor
     loss_entropy: Tensor | None = None
     loss_kl_to_ref: Tensor | None = None
     kl_to_ref: Tensor | None = None
-    ratio_by_lag: Tensor | None = None
-    log_ratio_by_lag: Tensor | None = None
-    mismatch_lag_0: Tensor | None = None
 
     @classmethod
     def figures(cls, totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
         r"""The means, and ``effective_sample_size``, of all tokens the share that counts.
 
-        It is :math:`(\sum w')^2 / (N \sum w'^2)`: 1 if all weigh alike.
+        It is :math:`(\sum w' r)^2 / (N \sum (w' r)^2)`: 1 if all weigh alike.
         """
         out = super().figures(totals)
-        squared = out.pop("behavior_weight_squared", 0.0)
+        mean, squared = out.pop("importance", 0.0), out.pop("importance_squared", 0.0)
         if squared > 0:
-            out["effective_sample_size"] = out["behavior_weight"] ** 2 / squared
+            out["effective_sample_size"] = mean**2 / squared
         return out
 
 
@@ -125,7 +117,8 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         correction_level: ``"token"``, ``"sequence"`` or ``"geometric"``.
         correction_cap (float): largest weight.
         correction_floor (float, optional): smallest weight that ``"both"`` keeps; the
-            reciprocal of the cap by default.
+            reciprocal of the cap by default, so that a token that became likelier and one that
+            became less likely by the same factor are treated alike.
         ratio_level: whether a ``"token"`` or a ``"sequence"`` has a ratio r of its own and is
             clipped by it. The latter, with ``aggregation="sequence"``, an epsilon of some
             1e-4 and ``prox="behavior"``, is GSPO (arXiv 2507.18071).
@@ -136,7 +129,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         entropy_coeff (float): weight of the entropy bonus; 0 switches it off.
         kl_to_ref_coeff (float): weight of the KL penalty to the reference; 0 switches it
             off. The estimate is weighted by the importance ratio w' r (detached), since
-            the tokens are mu's, not the current policy's.
+            the tokens are mu's, not the current policy's; it is at most ``correction_cap``.
         kl_estimator: ``"k2"`` or ``"k3"``.
         reference_network (TensorDictModuleBase, optional): for the KL penalty, where
             the batch does not bring ``("log_probs", "ref")``.
@@ -168,7 +161,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         >>> output = loss(loss.anchor(micro), normalizer=loss.denominator(micro))
         >>> output.total().backward()
         >>> sorted(output.diagnostics())[:2]
-        ['behavior_weight', 'behavior_weight_squared']
+        ['behavior_weight', 'clip_fraction_high']
     """
 
     @dataclass
@@ -177,23 +170,15 @@ class DecoupledPPOLoss(AsyncLLMLoss):
 
         Attributes:
             advantage (NestedKey): [N, 1], or [N, T] for one per token. ``"advantage"``.
-            sample_log_prob (NestedKey): log mu. ``("log_probs", "full")``.
             prox_log_prob (NestedKey): written by ``anchor``. ``("log_probs", "prox")``.
-            token_version (NestedKey): read for ``prox="loglinear"``, and for diagnostics
-                by lag if it is there. ``("policy_version", "full")``.
-            target_version (NestedKey): the version trained towards, one number per row;
-                written by ``select``, read like ``token_version``.
-                ``("policy_version", "target")``.
         """
 
         advantage: NestedKey = "advantage"
-        sample_log_prob: NestedKey = ("log_probs", "full")
         prox_log_prob: NestedKey = ("log_probs", "prox")
-        token_version: NestedKey = ("policy_version", "full")
-        target_version: NestedKey = ("policy_version", "target")
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
+    output_type = DecoupledPPOLossOutput
     packing_unit = "sequence"
 
     def __init__(
@@ -241,18 +226,24 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         for name, value in (("entropy_coeff", entropy_coeff), ("kl_to_ref_coeff", kl_to_ref_coeff)):
             require(0 <= value < math.inf, f"{name}={value} must be 0 (off) or more.")
         check_aggregation(aggregation, fixed_length)
-        # w is 1 there; at other values somebody would believe that it is bounded.
-        given = (correction, correction_level, correction_cap, correction_floor)
+        # What is set in vain would be believed to be in effect.
+        given = (correction_level, correction_cap, correction_floor)
+        is_weighted = prox != "behavior" and correction != "off"
         require(
-            prox != "behavior" or correction == "off" or given == ("truncate", "token", 5.0, None),
-            "prox='behavior' with correction, correction_level, correction_cap, correction_floor = "
-            f"{given}: the weight they are of is 1 everywhere. Leave them out, or use "
-            "prox='recompute'.",
+            is_weighted or (correction in ("truncate", "off") and given == ("token", 5.0, None)),
+            f"prox={prox!r}, correction={correction!r} with correction_level, correction_cap, "
+            f"correction_floor = {given}: the weight that these are of is 1 everywhere. Leave them "
+            "out, or use prox='recompute' and another correction.",
         )
         require(
             correction_floor is None or correction == "both",
             f"correction_floor={correction_floor} with correction={correction!r}: only 'both' has "
             "a floor.",
+        )
+        require(
+            bool(kl_to_ref_coeff) or (kl_estimator == "k2" and reference_network is None),
+            "kl_estimator and reference_network are of the KL penalty, which kl_to_ref_coeff=0.0 "
+            "switches off: leave them out, or set it, e.g. to 0.001.",
         )
         super().__init__(actor_network, reference_network=reference_network)
         self.clip_low, self.clip_high = check_clip_epsilon(clip_epsilon)
@@ -280,15 +271,12 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         Raises:
             ValueError: no ``target_version`` where ``prox="loglinear"`` needs it.
         """
-        if target_version is None:
-            require(
-                self.prox != "loglinear",
-                "prox='loglinear' needs select(batch, target_version=version + 1), version being "
-                "that of the weights the step starts from.",
-            )
-            return batch
-        versions = torch.full(batch.batch_size, target_version, device=batch.device)
-        return batch.copy().set(self.tensor_keys.target_version, versions)
+        require(
+            self.prox != "loglinear" or target_version is not None,
+            "prox='loglinear' needs select(batch, target_version=version + 1), version being "
+            "that of the weights the step starts from.",
+        )
+        return super().select(batch, target_version=target_version)
 
     def anchor(self, micro: TensorDictBase) -> TensorDictBase:
         """With ``prox="recompute"``, adds the current log-probs [N, T], without gradient."""
@@ -297,7 +285,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         mask = self._read(micro, "assistant_mask", False)
         with torch.no_grad():
             log_prob = self._policy(micro).log_probs.view_as(mask)
-        return micro.copy().set(self.tensor_keys.prox_log_prob, log_prob)
+        return self._with(micro, prox_log_prob=log_prob)
 
     def denominator(self, rows: TensorDictBase) -> Tensor:
         """Tokens, sequences, or sequences times ``fixed_length``, as ``aggregation`` says."""
@@ -354,8 +342,9 @@ class DecoupledPPOLoss(AsyncLLMLoss):
             clip_fraction_high=sum_and_count(surrogate.clipped_high, mask),
             correction_fraction=sum_and_count(corrected, mask),
             behavior_weight=sum_and_count(weight, mask),
-            behavior_weight_squared=sum_and_count(weight.square(), mask),
-            kl_to_behavior=sum_and_count(behavior - current, mask),
+            importance=sum_and_count(importance, mask),
+            importance_squared=sum_and_count(importance.square(), mask),
+            kl_behavior_to_policy=sum_and_count(behavior - current, mask),
             kl_to_prox=sum_and_count(
                 importance * functional.kl_estimate(current, prox, mask, "k3"), mask
             ),
@@ -363,15 +352,17 @@ class DecoupledPPOLoss(AsyncLLMLoss):
                 weight * functional.kl_estimate(prox, behavior, mask, "k3"), mask
             ),
             entropy=sum_and_count(entropy, mask),
+            # Where prox is made of mu it would hide what engine and trainer disagree by.
+            **self._lags(micro, log_prob, prox if self.prox == "recompute" else None),
             batch_size=(),
         )
         if self.entropy_coeff:
             output.loss_entropy = -self.entropy_coeff * reduce(entropy)
         if self.kl_to_ref_coeff:
             kl = functional.kl_estimate(log_prob, self._reference(micro), mask, self.kl_estimator)
-            output.loss_kl_to_ref = self.kl_to_ref_coeff * reduce(importance * kl)
+            bounded = importance.clamp_max(self.correction_cap)
+            output.loss_kl_to_ref = self.kl_to_ref_coeff * reduce(bounded * kl)
             output.kl_to_ref = sum_and_count(kl, mask)
-        self._add_lags(output, micro, layout, current, prox, behavior)
         return output
 
     def _prox_log_prob(self, micro: TensorDictBase, log_prob: Tensor, behavior: Tensor) -> Tensor:
@@ -388,25 +379,3 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         if self._has(micro, "prox_log_prob"):
             return self._tokens(micro, "prox_log_prob")
         return log_prob.detach()
-
-    def _add_lags(
-        self,
-        output: DecoupledPPOLossOutput,
-        micro: TensorDictBase,
-        layout: Layout,
-        current: Tensor,
-        prox: Tensor,
-        behavior: Tensor,
-    ) -> None:
-        """Adds the diagnostics by lag, if the rows say which version sampled which token."""
-        if not (self._has(micro, "token_version") and self._has(micro, "target_version")):
-            return
-        version = self._tokens(micro, "token_version", -1)
-        lag = (self._tokens(micro, "target_version", -1) - 1 - version).clamp_min(0)
-        known = layout.mask & (version >= 0)
-        difference = current - behavior
-        output.ratio_by_lag = by_lag(functional.bounded_exp(difference), lag, known)
-        output.log_ratio_by_lag = by_lag(difference.abs(), lag, known)
-        # Where prox is made of mu it would hide the difference.
-        start = prox if self.prox == "recompute" else current
-        output.mismatch_lag_0 = sum_and_count((start - behavior).abs(), known & (lag == 0))

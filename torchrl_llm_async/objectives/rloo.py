@@ -32,7 +32,7 @@ class ProximalRLOOLossOutput(LossOutput):
         loss_objective (Tensor): the clipped objective.
         ratio, ratio_squared: r, the policy over the behaviour policy, and its square.
         clip_fraction_low, clip_fraction_high: sequences whose gradient clipping removed.
-        kl_to_behavior: log mu - log theta, an unbiased estimate of KL(mu || theta).
+        kl_behavior_to_policy: log mu - log theta, an unbiased estimate of KL(mu || theta).
     """
 
     loss_objective: Tensor
@@ -40,7 +40,7 @@ class ProximalRLOOLossOutput(LossOutput):
     ratio_squared: Tensor
     clip_fraction_low: Tensor
     clip_fraction_high: Tensor
-    kl_to_behavior: Tensor
+    kl_behavior_to_policy: Tensor
 
     @classmethod
     def figures(cls, totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -122,14 +122,13 @@ class ProximalRLOOLoss(GroupLoss):
         Attributes:
             advantage (NestedKey): A, in the shape of the rewards; written by ``select``.
                 ``"advantage"``.
-            sample_log_prob (NestedKey): log mu. ``("log_probs", "full")``.
         """
 
         advantage: NestedKey = "advantage"
-        sample_log_prob: NestedKey = ("log_probs", "full")
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
+    output_type = ProximalRLOOLossOutput
     packing_unit = "sequence"
 
     def __init__(
@@ -146,7 +145,7 @@ class ProximalRLOOLoss(GroupLoss):
 
         Args:
             batch (TensorDictBase): ``(B * K,)``, the rows of a group adjacent.
-            target_version (int, optional): unused; every loss takes it.
+            target_version (int, optional): the version this step trains towards.
 
         Raises:
             ValueError: the rows are no whole groups of one size K >= 2, or a reward is not
@@ -161,7 +160,8 @@ class ProximalRLOOLoss(GroupLoss):
             estimator="leave_one_out",
         )
         shape = self._read(batch, "reward").shape
-        return batch.copy().set(self.tensor_keys.advantage, advantage.view(shape))
+        rows = super().select(batch, target_version=target_version)
+        return self._with(rows, advantage=advantage.view(shape))
 
     def denominator(self, rows: TensorDictBase) -> Tensor:
         """Number of sequences with sampled tokens."""
@@ -172,8 +172,8 @@ class ProximalRLOOLoss(GroupLoss):
     ) -> ProximalRLOOLossOutput:
         """See :meth:`~.common.AsyncLLMLoss.forward`."""
         layout = self._layout(micro)
-        log_ratio = self._policy(micro).log_probs - self._tokens(micro, "sample_log_prob")
-        log_ratio = layout.sum(log_ratio)
+        log_prob = self._policy(micro).log_probs
+        log_ratio = layout.sum(log_prob - self._tokens(micro, "sample_log_prob"))
         valid = layout.lengths() > 0
         # A sequence is one action: the unit here is what a token is elsewhere.
         surrogate = functional.clipped_surrogate(
@@ -192,6 +192,7 @@ class ProximalRLOOLoss(GroupLoss):
             ratio_squared=sum_and_count(surrogate.ratio.square(), valid),
             clip_fraction_low=sum_and_count(surrogate.clipped_low, valid),
             clip_fraction_high=sum_and_count(surrogate.clipped_high, valid),
-            kl_to_behavior=sum_and_count(-log_ratio, valid),
+            kl_behavior_to_policy=sum_and_count(-log_ratio, valid),
+            **self._lags(micro, log_prob),
             batch_size=(),
         )

@@ -168,6 +168,7 @@ class TrajectoryBalanceLoss(GroupLoss):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
+    output_type = TrajectoryBalanceLossOutput
     packing_unit = "group"
 
     def __init__(
@@ -191,7 +192,7 @@ class TrajectoryBalanceLoss(GroupLoss):
 
         Args:
             batch (TensorDictBase): ``(B * K,)``, the rows of a group adjacent.
-            target_version (int, optional): unused; every loss takes it.
+            target_version (int, optional): the version this step trains towards.
 
         Raises:
             ValueError: the rows are no whole groups of one size K >= 2, or a reward is not
@@ -199,7 +200,8 @@ class TrajectoryBalanceLoss(GroupLoss):
         """
         size = self._group_rewards(batch).shape[1]
         sampled = (self._layout(batch).lengths() > 0).view(-1, size).sum(-1)
-        return batch.copy().set(self.tensor_keys.group_size, sampled.repeat_interleave(size))
+        rows = super().select(batch, target_version=target_version)
+        return self._with(rows, group_size=sampled.repeat_interleave(size))
 
     def denominator(self, rows: TensorDictBase) -> Tensor:
         """Number of trajectories with sampled tokens."""
@@ -226,7 +228,8 @@ class TrajectoryBalanceLoss(GroupLoss):
             f"Groups {found[groups[split].unique()].tolist()} are not in one micro-batch, as "
             "their log Z needs: pack with unit=group_size.",
         )
-        log_ratio = layout.sum(self._policy(micro).log_probs - self._reference(micro))
+        log_prob = self._policy(micro).log_probs
+        log_ratio = layout.sum(log_prob - self._reference(micro))
         reward = layout.per_segment(self._tokens(micro, "reward"))
         residual, log_z = trajectory_balance(
             log_ratio, reward, valid, groups, len(found), beta=self.beta
@@ -236,5 +239,6 @@ class TrajectoryBalanceLoss(GroupLoss):
             residual_size=sum_and_count(residual.abs(), valid),
             log_z=sum_and_count(log_z, valid),
             log_ratio_to_ref=sum_and_count(log_ratio, valid),
+            **self._lags(micro, log_prob),
             batch_size=(),
         )
