@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,23 @@ TINY_QWEN2 = {
 def heed_interrupts() -> None:
     """For ``preexec_fn``: a suite run in the background hands on that SIGINT is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[Any]:
+    """Where a test waited in vain, the report shows what every thread and task was at."""
+    report = yield
+    if call.excinfo is not None and call.excinfo.errisinstance(TimeoutError):
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        told = io.StringIO()
+        for ident, frame in sys._current_frames().items():
+            print(f"\n{names.get(ident, ident)}", file=told)
+            traceback.print_stack(frame, file=told)
+        for task in [task for task in gc.get_objects() if isinstance(task, asyncio.Task)]:
+            if not task.done():
+                task.print_stack(file=told)
+        report.sections.append(("threads and tasks", told.getvalue()))
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -193,7 +193,6 @@ def test_a_loss_on_what_the_wrapper_generated(
     for row, value in zip(rows.unbind(0), mu + noise, strict=True):
         row["log_probs", "full"] = value[-row["tokens", "full"].shape[-1] :]
         row["advantage"] = torch.randn(1)
-    # Of plain entries: TorchRL's own ones take no others beside them.
     micro = pad_rows(rows, pad_id=0)
     decoder = tiny_decoder(hf_model.state_dict())
     totals = []
@@ -201,6 +200,9 @@ def test_a_loss_on_what_the_wrapper_generated(
         loss = DecoupledPPOLoss(policy, entropy_coeff=0.1)
         output = loss(loss.anchor(micro), normalizer=loss.denominator(micro))
         output.total().backward()
+        # As they are: ragged, or in TorchRL's own entries, which take no others beside them.
+        as_written = loss(loss.anchor(rows), normalizer=loss.denominator(rows)).total()
+        torch.testing.assert_close(as_written, output.total(), atol=1e-6, rtol=0)
         totals.append(output.total().detach())
     torch.testing.assert_close(*totals, atol=1e-5, rtol=0)
     assert_same_gradients(hf_model, decoder)

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDictBase, is_tensorclass, unravel_key
+from tensordict import (
+    NestedKey,
+    TensorClass,
+    TensorDictBase,
+    is_tensorclass,
+    lazy_stack,
+    unravel_key,
+)
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives.common import LossModule
@@ -309,7 +316,8 @@ class AsyncLLMLoss(LossModule):
             *above, _ = (key,) if isinstance(key, str) else unravel_key(key)
             parent = out.get(tuple(above), None) if above else None
             if is_tensorclass(parent):  # TorchRL's wrappers write some, which take no new entry.
-                out.set(tuple(above), parent.to_tensordict())
+                plain = lazy_stack([part.to_tensordict() for part in parent.unbind(0)])
+                out.set(tuple(above), plain)
             out.set(key, value)
         return out
 
