@@ -37,6 +37,20 @@ def test_checked_in_configs_pass(path):
     assert loaded.engine.model == loaded.model_dir  # interpolations follow the folder found
 
 
+def test_what_a_loss_does_not_need_may_be_left_out(cfg):
+    objectives = "torchrl_llm_async.objectives"
+    alone = ["group_size=1", "advantage._component_=null"]  # What tune makes of advantage=null.
+    loaded = load_config(
+        with_overrides(cfg, f"loss._component_={objectives}.CriticPPOLoss", *alone)
+    )
+    assert loaded.advantage is None and loaded.group_size == 1
+    load_config(
+        with_overrides(cfg, f"loss._component_={objectives}.OnlineDPOLoss", "advantage=null")
+    )
+    with pytest.raises(ConfigError, match=r"group_size is 1, but .*OnlineDPOLoss compares"):
+        load_config(with_overrides(cfg, f"loss._component_={objectives}.OnlineDPOLoss", *alone))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -57,7 +71,8 @@ def test_checked_in_configs_pass(path):
         ("sampling.temprature=1", r"sampling.temprature is 1, .*did you mean 'temperature'\?"),
         ("collector.host=ray", r"collector.host is 'ray'; .* one of 'process', 'thread'"),
         ("engine.max_num_seqs=many", r"engine.max_num_seqs is 'many'; VLLMEngine wants int"),
-        ("group_size=1", r"group_size is 1, .*at least 2"),
+        ("group_size=1", r"advantage: group_size=1: .* at least 2 trajectories"),
+        ("advantage=null", r"advantage is null, but .*DecoupledPPOLoss reads advantages"),
         ("group_size=0", r"group_size is 0; it must be at least 1"),
         ("max_staleness=-1", r"max_staleness is -1; it must be 0"),
         ("minibatches_per_step=3", r"groups_per_step is 64, which minibatches_per_step \(3\)"),

@@ -167,6 +167,8 @@ class AsyncLLMLoss(LossModule):
             adjacent rows, or a ``"group"`` of adjacent rows.
         needs_value_head (bool): whether the actor's decoder must have a critic's head
             (:func:`~torchrl_llm_async.modules.add_value_head`); known before there is one.
+        needs_advantages (bool): whether it reads advantages that it does not make itself.
+        least_group_size (int): how many answers to a prompt it must have.
         groups_tied (int): groups that the last call of :meth:`select` skipped, since their
             rewards tell nothing.
     """
@@ -174,6 +176,8 @@ class AsyncLLMLoss(LossModule):
     output_type: ClassVar[type[LossOutput]] = LossOutput
     packing_unit: Literal["sequence", "pair", "group"] = "sequence"
     needs_value_head: bool = False
+    needs_advantages: bool = False
+    least_group_size: int = 1
     groups_tied: int = 0
 
     @dataclass

@@ -157,6 +157,7 @@ class CriticPPOLoss(DecoupledPPOLoss):
     tensor_keys: _AcceptedKeys
     output_type = CriticPPOLossOutput
     needs_value_head = True
+    needs_advantages = False
 
     def __init__(
         self,

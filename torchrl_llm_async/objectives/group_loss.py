@@ -37,6 +37,7 @@ class GroupLoss(AsyncLLMLoss):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
+    least_group_size = 2
 
     def _group_rewards(self, batch: TensorDictBase) -> Tensor:
         """(B, K) the rewards of B groups of K rows each, in the order of the rows.
@@ -55,7 +56,9 @@ class GroupLoss(AsyncLLMLoss):
         found, sizes = torch.unique_consecutive(ids, return_counts=True)
         size = int(sizes[0])
         require(
-            size >= 2 and bool((sizes == size).all()) and len(found.unique()) == len(found),
+            size >= self.least_group_size
+            and bool((sizes == size).all())
+            and len(found.unique()) == len(found),
             f"Groups {found.tolist()} have {sizes.tolist()} adjacent rows: {type(self).__name__} "
             "needs whole groups, all of one size of at least 2, their rows adjacent "
             "(group_size >= 2, and rows as the replay buffer gives them).",

@@ -180,6 +180,7 @@ class DecoupledPPOLoss(AsyncLLMLoss):
     tensor_keys: _AcceptedKeys
     output_type = DecoupledPPOLossOutput
     packing_unit = "sequence"
+    needs_advantages = True
 
     def __init__(
         self,

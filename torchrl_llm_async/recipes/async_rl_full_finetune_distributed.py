@@ -149,7 +149,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             max_reuse=cfg.max_reuse,
             reuse=cfg.reuse,
             reuse_groups=cfg.reuse_groups,
-            transform=config.instantiate(cfg.advantage),
+            transform=None if cfg.advantage is None else config.instantiate(cfg.advantage),
         )
         self._collector = make_collector(
             cfg,
@@ -261,10 +261,11 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
                 minibatch.micro_batches = [self._loss.anchor(m) for m in minibatch.micro_batches]
         outputs, norms = [], []
         for minibatch in batch.minibatches:
-            if minibatch.denominator == 0:
-                continue
-            outputs += self._backward(minibatch)
-            norms.append(self._update())
+            if minibatch.denominator > 0:  # Else there is nothing to learn from.
+                outputs += self._backward(minibatch)
+                norms.append(self._update())
+            if self._lr_scheduler is not None:
+                self._lr_scheduler.step()
         return self._reduce(outputs, norms)
 
     def _backward(self, minibatch: Minibatch) -> list[LossOutput]:
@@ -290,8 +291,6 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             )
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        if self._lr_scheduler is not None:
-            self._lr_scheduler.step()
         return norm.item()
 
     # ------------------------------------------------------------------ what a person sees

@@ -66,7 +66,8 @@ class RecipeConfig:
     ``_component_`` and that component's arguments, and ``group_filter`` may be a list of such,
     asked in order; ``sampling`` and ``collector`` are arguments of
     :class:`~torchrl_llm_async.engines.SamplingConfig` and
-    :class:`~torchrl_llm_async.collectors.AsyncLLMCollector`.
+    :class:`~torchrl_llm_async.collectors.AsyncLLMCollector`. ``advantage`` is null for a loss that
+    reads none.
     """
 
     output_dir: str
@@ -92,10 +93,10 @@ class RecipeConfig:
     model: dict[str, Any]
     tokenizer: dict[str, Any]
     checkpointer: dict[str, Any]
-    advantage: dict[str, Any]
     loss: dict[str, Any]
     optimizer: dict[str, Any]
     metric_logger: dict[str, Any]
+    advantage: dict[str, Any] | None = None
     lr_scheduler: dict[str, Any] | None = None
     weights_dir: str | None = None
     num_engines: int = 1
@@ -149,6 +150,7 @@ def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
     ):
         check_arguments(key, _get_component_from_path(path), cfg[key])
     _check_values(cfg)
+    _check_loss(cfg)
     if training:
         _check_resume(cfg)
         _check_training(cfg)
@@ -162,6 +164,10 @@ def load_config(cfg: DictConfig, *, training: bool = False) -> DictConfig:
 def _check_schema(cfg: DictConfig) -> DictConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RecipeConfig), cfg)
+        for key in ("advantage", "lr_scheduler"):
+            # Where the YAML has a component, torchtune 0.6.1 takes key=null for its _component_'s.
+            if merged[key] is not None and merged[key].get("_component_", "") is None:
+                merged[key] = None
         missing = OmegaConf.missing_keys(merged)
         if "model_dir" not in missing:
             merged.model_dir = str(_find_model_dir(merged.model_dir))
@@ -229,11 +235,6 @@ def _check_values(cfg: DictConfig) -> None:
             f"groups_per_step is {cfg.groups_per_step}, which minibatches_per_step "
             f"({cfg.minibatches_per_step}) does not divide; choose a divisor"
         )
-    if cfg.group_size < 2:
-        raise ConfigError(
-            f"group_size is {cfg.group_size}, but the advantage and the loss compare answers "
-            "within a group; it must be at least 2"
-        )
     if cfg.eval_problems < 2:
         raise ConfigError(
             f"eval_problems is {cfg.eval_problems}; it must be at least 2, or the held-out "
@@ -254,6 +255,25 @@ def _check_values(cfg: DictConfig) -> None:
         raise ConfigError(
             f"weights_dir is {cfg.weights_dir!r}, which is no folder; make it first, or give null "
             "for this machine's shared memory"
+        )
+
+
+def _check_loss(cfg: DictConfig) -> None:
+    """Whether group and advantage are what the loss needs; asked of its class."""
+    path = cfg.loss["_component_"]
+    loss_class = _get_component_from_path(path)
+    least = getattr(loss_class, "least_group_size", 1)
+    if cfg.group_size < least:
+        raise ConfigError(
+            f"group_size is {cfg.group_size}, but {path} compares the answers of a group; it must "
+            f"be at least {least}"
+        )
+    if cfg.advantage is not None:
+        _build("advantage", cfg)
+    elif getattr(loss_class, "needs_advantages", False):
+        raise ConfigError(
+            f"advantage is null, but {path} reads advantages; give it a _component_, e.g. "
+            "torchrl_llm_async.objectives.GroupAdvantage"
         )
 
 
