@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from loss_batches import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtune.models.qwen2 import qwen2
 
 from torchrl_llm_async.modules import TorchtuneActor, add_value_head
@@ -144,17 +145,24 @@ def assert_same(results: dict[str, tuple[float, list[Tensor]]], name: str) -> No
 
 
 def train_sharded(rank: int, world_size: int, store: str, results) -> None:
-    """Each loss on ranks that differ in rows, forms and chunks; rank 1 has a blank one, too."""
+    """Each loss on ranks that differ in rows, forms and chunks; rank 1 has a blank one, too.
+
+    In float64, and as it is on a GPU: weights in float32, computation in bfloat16.
+    """
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world_size,))
-    for name, make in LOSSES.items():
-        decoder = make_decoder(make)
-        loss = make(TorchtuneActor(decoder, chunk_size=5))
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name, precision in itertools.product(LOSSES, ("float64", "mixed")):
+        decoder = make_decoder(LOSSES[name])
+        loss = LOSSES[name](TorchtuneActor(decoder, chunk_size=5))
         rows = make_rows(loss)
+        if precision == "mixed":
+            decoder.float()
+        options = {"mp_policy": half} if precision == "mixed" else {}
         for layer in decoder.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(decoder, mesh=mesh)
+            fully_shard(layer, mesh=mesh, **options)
+        fully_shard(decoder, mesh=mesh, **options)
         one, two = (units * ROWS_PER_UNIT[loss.packing_unit] for units in (1, 2))
         micros = (
             [pad_rows(rows[:one], pad_id=0), pack_rows(rows[one:two], pad_id=0)]
@@ -168,7 +176,7 @@ def train_sharded(rank: int, world_size: int, store: str, results) -> None:
         dist.all_reduce(total)
         whole = [gradient.full_tensor() for gradient in gradients]
         if rank == 0:
-            results[name] = (total.item(), whole)
+            results[name, precision] = (total.item(), whole)
     dist.destroy_process_group()
 
 
@@ -184,12 +192,18 @@ def test_two_fsdp_ranks_have_the_gradient_of_one_process(tmp_path):
             start_method="forkserver",
         )
         sharded = dict(results)
-    assert set(sharded) == set(LOSSES)
+    assert {name for name, _ in sharded} == set(LOSSES)
     for name, make in LOSSES.items():
         loss = make(TorchtuneActor(make_decoder(make)))
         rows = make_rows(loss)
         whole = train(loss, [rows], loss.denominator(rows))
-        assert_same({"ragged": whole, "two ranks": sharded[name]}, name)
+        assert_same({"ragged": whole, "two ranks": sharded[name, "float64"]}, name)
+        value, gradients = sharded[name, "mixed"]
+        # bfloat16 has 8 bits, and a loss near 0 is a sum of larger ones.
+        assert value == pytest.approx(whole[0], rel=0.02, abs=0.005), name
+        for gradient, exact in zip(gradients, whole[1], strict=True):
+            assert gradient.dtype == torch.float32
+            assert (gradient - exact).norm() < 0.08 * exact.norm(), name
 
 
 @pytest.mark.inv7
