@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_batches import random_trajectories, to_batch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
@@ -425,3 +426,25 @@ def test_groups_of_one_without_a_baseline():
     assert column(rows, "advantage") == [1.0, 0.0, 0.0]
     expected = over_tokens([1.0, 0.0, 0.0], [1, 1, 2])
     assert column(transform(rows), "advantage") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "argument", "options"),
+    [
+        (("next", "reward"), "reward_key", {}),
+        (("group", "id"), "group_key", {}),
+        (("group", "index"), "index_key", {}),
+        (("masks", "all_assistant_mask"), "mask_key", {"batch_norm": True}),
+    ],
+)
+def test_a_missing_entry_is_named(key, argument, options):
+    rows = to_batch(random_trajectories(0)).exclude(key)
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=GroupAdvantage(2, **options))
+    with pytest.raises(KeyError, match=rf"found nothing at .*{key[-1]}.* among .*{argument}="):
+        buffer.extend(rows)
+
+
+@pytest.mark.parametrize("option", ["group_size", "reward_scale", "reward_clip", "overlong_factor"])
+def test_text_is_no_number(option):
+    with pytest.raises(ValueError, match=rf"{option}='1e-1' is no number"):
+        GroupAdvantage(**{"group_size": 2, option: "1e-1"})

@@ -488,3 +488,13 @@ def test_config_knows_its_arguments_and_those_of_its_base():
         cfg.loss = component | options
         with pytest.raises(ConfigError, match=message):
             load_config(cfg)
+
+
+@pytest.mark.inv7
+def test_token_rewards_of_some_rows_only_are_refused():
+    trajectories = random_trajectories(5)
+    rows = with_token_rewards(to_batch(trajectories), token_rewards(trajectories, 5))
+    del rows[2][TOKEN_REWARD]
+    loss = CriticPPOLoss(TablePolicy(trajectories))
+    with pytest.raises(ValueError, match=r"5 of 6 rows have a token_reward at .*give all of them"):
+        loss.select(rows)

@@ -126,15 +126,6 @@ def test_log_probs_that_are_not_finite_are_named(make, field, named, form, bad):
         loss(form(rows, pad_id=0), normalizer=1.0)
 
 
-@pytest.mark.inv7
-@pytest.mark.parametrize("make", [ProximalRLOOLoss, TrajectoryBalanceLoss])
-def test_rows_that_select_has_not_seen_are_refused(make):
-    trajectories = random_trajectories(6)
-    micro = pad_rows(to_batch(trajectories).exclude("advantage"), pad_id=0)
-    with pytest.raises(KeyError, match=r"found no (advantage|group_size) at"):
-        make(TablePolicy(trajectories))(micro, normalizer=1.0)
-
-
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), make=st.sampled_from(SELECT), form=st.sampled_from(FORMS))
 def test_diagnostics_by_lag(seed, make, form):
@@ -167,3 +158,55 @@ def test_without_versions_there_are_no_diagnostics_by_lag(make):
     rows = loss.select(to_batch(trajectories))
     names = set(loss(pad_rows(rows, pad_id=0), normalizer=1.0).diagnostics())
     assert names and not any("lag" in name for name in names)
+
+
+@pytest.mark.inv7
+@pytest.mark.parametrize("make", SELECT)
+@pytest.mark.parametrize("form", [pad_rows, pack_rows])
+def test_rows_that_select_has_not_seen_are_refused(make, form):
+    trajectories = random_trajectories(3, empty=0.0)
+    for row in trajectories:
+        row.reward = float(row.index)  # The second of each group is the better one.
+    loss = make(TablePolicy(trajectories))
+    with pytest.raises((KeyError, ValueError), match=r"select\(\)"):
+        loss(form(to_batch(trajectories), pad_id=0), normalizer=1.0)
+
+
+def test_pairs_cut_out_of_phase_are_refused():
+    trajectories = random_trajectories(3, empty=0.0)
+    loss = OnlineDPOLoss(TablePolicy(trajectories))
+    rows = loss.select(to_batch([replace(row, reward=float(row.index)) for row in trajectories]))
+    with pytest.raises(ValueError, match=r"no pairs of a better and a worse answer.*unit=2"):
+        loss(pad_rows(rows[1:3], pad_id=0), normalizer=1.0)
+
+
+@pytest.mark.inv7
+@pytest.mark.parametrize("make", SELECT)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+def test_rewards_of_other_types_are_the_same_rewards(make, dtype):
+    """0, 1, 1, 0, 0, 1: nothing is cut down to an integer, and nothing overflows."""
+    trajectories = random_trajectories(11, group_size=3, empty=0.0)
+    for row, reward in zip(trajectories, [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], strict=True):
+        row.reward = reward
+    results = []
+    for kind in (torch.float32, dtype):
+        policy = TablePolicy(trajectories)
+        loss = make(policy)
+        batch = to_batch(trajectories)
+        for row in batch.unbind(0):
+            row["next", "reward"] = row["next", "reward"].to(kind)
+        rows = loss.select(batch)
+        results.append(backward(loss, [pad_rows(rows, pad_id=0)], loss.denominator(rows)))
+        results.append(policy.gradients())
+    assert results[:2] == results[2:] and results[0] != 0
+
+
+@pytest.mark.inv7
+def test_large_rewards_in_half_precision_do_not_overflow():
+    trajectories = random_trajectories(12, empty=0.0)
+    loss = TrajectoryBalanceLoss(TablePolicy(trajectories), beta=0.004)
+    batch = to_batch(trajectories)
+    for row in batch.unbind(0):
+        row["next", "reward"] = 300 * row["next", "reward"].half()
+    rows = loss.select(batch)
+    assert math.isfinite(backward(loss, [pad_rows(rows, pad_id=0)], loss.denominator(rows)))

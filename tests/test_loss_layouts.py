@@ -253,7 +253,8 @@ def test_a_reference_network_that_is_broken_is_named():
     trajectories = random_trajectories(6, empty=0.0)
     broken = TablePolicy([replace(row, theta=[float("nan")] * 9) for row in trajectories])
     loss = OnlineDPOLoss(TablePolicy(trajectories), reference_network=broken)
-    micro = pad_rows(to_batch(trajectories).exclude(("log_probs", "ref")), pad_id=0)
+    rows = to_batch(trajectories).exclude(("log_probs", "ref"), ("next", "reward"))
+    micro = pad_rows(rows, pad_id=0)
     with pytest.raises(ValueError, match=r"(?s)reference.*not finite"):
         loss(micro, normalizer=1.0)
 
@@ -301,6 +302,15 @@ def test_a_sampled_token_that_can_not_be_scored_is_refused(where):
         DecoupledPPOLoss(TorchtuneActor(make_decoder(DecoupledPPOLoss)))(micro, normalizer=1.0)
 
 
+def test_a_reference_network_that_shares_parameters_is_refused():
+    actor, reference = (TorchtuneActor(make_decoder(OnlineDPOLoss)) for _ in range(2))
+    reference.model.tok_embeddings = actor.model.tok_embeddings
+    for shared in (actor, TorchtuneActor(actor.model), reference):
+        with pytest.raises(ValueError, match=r"shares parameters with actor_network.*a copy"):
+            OnlineDPOLoss(actor, reference_network=shared)
+    assert actor.training and all(p.requires_grad for p in actor.parameters())
+
+
 def test_a_reference_network_is_frozen_and_no_part_of_the_loss():
     actor, reference = (TorchtuneActor(make_decoder(OnlineDPOLoss)) for _ in range(2))
     loss = OnlineDPOLoss(actor, reference_network=reference)
@@ -308,3 +318,58 @@ def test_a_reference_network_is_frozen_and_no_part_of_the_loss():
     assert {id(p) for p in loss.parameters()} == {id(p) for p in actor.parameters()}
     assert not any("reference" in key for key in loss.state_dict())
     assert not reference.training and not any(p.requires_grad for p in reference.parameters())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("form", ["ragged", "padded", "packed"])
+def test_a_mask_of_integers_is_that_mask(name, form):
+    """As tokenizers write it."""
+    trajectories = random_trajectories(13, group_size=GROUP_SIZE, empty=0.0)
+    totals = []
+    for dtype in (torch.bool, torch.int64):
+        loss = LOSSES[name](TablePolicy(trajectories))
+        batch = to_batch(trajectories)
+        for row in batch.unbind(0):
+            row["masks", "all_assistant_mask"] = row["masks", "all_assistant_mask"].to(dtype)
+        rows = loss.select(batch, target_version=TARGET_VERSION)
+        micros = micro_batches(rows, form, unit=ROWS_PER_UNIT[loss.packing_unit])
+        totals.append(backward(loss, micros, loss.denominator(rows)))
+    assert totals[0] == totals[1] != 0
+
+
+def test_an_attention_mask_of_integers_is_that_mask():
+    totals = []
+    for dtype in (torch.bool, torch.int64):
+        loss = DecoupledPPOLoss(TorchtuneActor(make_decoder(DecoupledPPOLoss)))
+        batch = to_batch(random_trajectories(13, empty=0.0))
+        for row in batch.unbind(0):
+            row["masks", "all_attention_mask"] = row["masks", "all_attention_mask"].to(dtype)
+        for form in (pad_rows, pack_rows):
+            totals.append(loss(form(batch, pad_id=0), normalizer=1.0).total())
+    assert totals[:2] == totals[2:]
+
+
+@pytest.mark.inv7
+def test_one_log_prob_for_all_tokens_is_refused():
+    trajectories = random_trajectories(14, empty=0.0)
+    batch = to_batch(trajectories)
+    for row in batch.unbind(0):
+        row["log_probs", "full"] = row["log_probs", "full"].sum()[None]
+    for rows in (batch, pad_rows(batch, pad_id=0)):
+        with pytest.raises(ValueError, match=r"sample_log_prob .* has 1 numbers per row, but "):
+            DecoupledPPOLoss(TablePolicy(trajectories))(rows, normalizer=1.0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_in_the_way_of_an_entry_is_named(name):
+    """TorchRL's PolicyVersion writes one number, or a string, where we have a tensordict."""
+    loss = LOSSES[name](TablePolicy([]))
+    batch = to_batch(random_trajectories(15, group_size=GROUP_SIZE, empty=0.0))
+    batch = batch.exclude("policy_version").set("policy_version", torch.zeros(len(batch)))
+    with pytest.raises(ValueError, match=r"can't write target_version .*set_keys\(target_version="):
+        loss.select(batch, target_version=TARGET_VERSION)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_rows_count_nothing(name):
+    assert LOSSES[name](TablePolicy([])).denominator(to_batch(random_trajectories(16))[:0]) == 0

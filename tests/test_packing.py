@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_batches import random_trajectories, to_batch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_llm_async.packing import blank_rows, pack_rows, pad_rows, plan_micro_batches
@@ -158,3 +159,19 @@ def test_packing_refuses_a_sequence_that_is_too_long():
     rows = lazy_stack([TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (2, 5)])
     with pytest.raises(ValueError, match="Row 1 has 5 tokens, over row_tokens=4"):
         pack_rows(rows, pad_id=0, row_tokens=4)
+
+
+@pytest.mark.parametrize("form", [pad_rows, pack_rows])
+def test_no_rows_are_named(form):
+    with pytest.raises(ValueError, match=r"no rows to make a micro-batch of.*blank_rows"):
+        form(to_batch(random_trajectories(0))[:0], pad_id=0)
+
+
+def test_a_column_per_token_is_packed_like_a_number_per_token():
+    rows = to_batch(random_trajectories(1))
+    flat, column = rows.clone(), rows.clone()
+    for one, other in zip(flat.unbind(0), column.unbind(0), strict=True):
+        value = torch.randn(len(one["tokens", "full"]))
+        one["next", "token_reward"], other["next", "token_reward"] = value, value[:, None]
+    packed = [pack_rows(each, pad_id=0)["next", "token_reward"] for each in (flat, column)]
+    assert torch.equal(*packed)

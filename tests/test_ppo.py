@@ -96,7 +96,8 @@ def test_equals_the_reference_in_every_form(seed, options, form, per_token, outl
 @given(seed=st.integers(0, 2**31), options=OPTIONS, form=st.sampled_from(FORMS))
 def test_diagnostics_equal_the_reference_in_every_form(seed, options, form):
     options = options | {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
-    trajectories = random_trajectories(seed, empty=0.0, oldest=-1)
+    oldest = 1 if options["prox"] == "loglinear" else -1
+    trajectories = random_trajectories(seed, empty=0.0, oldest=oldest)
     loss = DecoupledPPOLoss(TablePolicy(trajectories), **options)
     rows = loss.select(to_batch(trajectories), target_version=TARGET_VERSION)
     totals: dict[str, torch.Tensor] = {}
@@ -349,6 +350,11 @@ def test_numbers_that_are_not_finite_are_named(form, prox, field, named, bad):
         ({"clip_epsilon": [0.2, 0.0]}, "clip_epsilon"),
         ({"dual_clip": 1.0}, r"dual_clip=1\.0"),
         ({"aggregation": "fixed", "fixed_length": -5}, "fixed_length=-5 must be at least 1"),
+        ({"kl_to_ref_coeff": "1e-3"}, r"kl_to_ref_coeff='1e-3' is no number"),
+        ({"clip_epsilon": "0.2"}, r"clip_epsilon='0\.2' is no number"),
+        ({"clip_epsilon": [0.1, 0.2, 0.3]}, r"clip_epsilon=\[0\.1, 0\.2, 0\.3\] must be a number"),
+        ({"clip_epsilon": None}, "clip_epsilon=None must be a number"),
+        ({"aggregation": "fixed", "fixed_length": "64"}, "fixed_length='64' is no number"),
         ({"kl_to_ref_coeff": -1.0}, r"kl_to_ref_coeff=-1\.0 must be 0"),
         ({"entropy_coeff": float("nan")}, "entropy_coeff=nan must be 0"),
         ({"prox": "behavior", "correction": "both"}, "weight that these are of is 1"),
@@ -376,6 +382,15 @@ def test_documented_defaults():
     assert (loss.correction_cap, loss.correction_floor) == (5.0, None)
     assert (loss.entropy_coeff, loss.kl_to_ref_coeff, loss.kl_estimator) == (0.0, 0.0, "k2")
     assert not loss.needs_reference
+
+
+def test_loglinear_needs_every_version():
+    trajectories = random_trajectories(9, empty=0.0)
+    trajectories[3].version = [-1] * len(trajectories[3].version)
+    loss = DecoupledPPOLoss(TablePolicy(trajectories), prox="loglinear")
+    rows = loss.select(to_batch(trajectories), target_version=TARGET_VERSION)
+    with pytest.raises(ValueError, match=r"some are unknown .*Use prox='recompute'"):
+        loss(pad_rows(rows, pad_id=0), normalizer=1.0)
 
 
 def test_loglinear_needs_the_version_trained_towards():

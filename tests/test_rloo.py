@@ -145,7 +145,7 @@ def test_advantages_of_a_group_sum_to_zero(rewards):
     ]
     batch = to_batch(trajectories)
     rows = ProximalRLOOLoss(TablePolicy(trajectories)).select(batch)
-    advantage = rows["advantage"]
+    advantage = rows["group", "advantage"]
     assert advantage.shape == batch["next", "reward"].shape
     np.testing.assert_allclose(advantage.flatten(), leave_one_out(trajectories), atol=1e-9)
     assert advantage.view(-1, size).sum(-1).abs().max() < 1e-9
@@ -177,6 +177,7 @@ def test_answers_of_one_token_make_it_coupled_ppo():
     ):
         policy = TablePolicy(trajectories)
         rows = ProximalRLOOLoss(policy).select(to_batch(trajectories))
+        rows = rows.set("advantage", rows["group", "advantage"])
         loss = make(policy, clip_epsilon=(0.1, 0.3), **options)
         value = backward(loss, [pad_rows(rows, pad_id=0)], loss.denominator(rows))
         results.append([value, *flat(policy.gradients())])
@@ -200,7 +201,7 @@ def test_an_answer_without_a_token_is_part_of_the_baseline():
     policy = TablePolicy([first, silent])
     loss = ProximalRLOOLoss(policy)
     rows = loss.select(to_batch([first, silent]))
-    assert rows["advantage"].flatten().tolist() == [first.reward - 3.0, 3.0 - first.reward]
+    assert rows["group", "advantage"].flatten().tolist() == [first.reward - 3.0, 3.0 - first.reward]
     assert loss.denominator(rows) == 1
 
 

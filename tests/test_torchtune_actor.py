@@ -61,7 +61,7 @@ def make_rows(seed: int = 0, lengths=(4, 9, 6, 6)):
                         "ref": torch.where(sampled, -3.0 + 0.2 * noise(), 0.0),
                     },
                     "advantage": torch.randn(1, generator=generator),
-                    "next": {"reward": torch.tensor([float(index % 2)])},
+                    "next": {"reward": torch.tensor([float(index % 2 == 0)])},
                     "group": {"id": torch.tensor(index // 2)},
                 }
             )

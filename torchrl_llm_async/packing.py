@@ -112,6 +112,9 @@ def pad_rows(
     Returns:
         TensorDictBase: batch size ``(N,)``, per-token entries [N, T].
 
+    Raises:
+        ValueError: there are no rows.
+
     Examples:
         >>> from tensordict import lazy_stack
         >>> rows = lazy_stack(
@@ -121,6 +124,7 @@ def pad_rows(
         tensor([[0, 1, 2],
                 [1, 2, 3]])
     """
+    _check_any(rows)
     out = TensorDict(batch_size=[len(rows)], device=rows.device)
     for key, values, per_token in _numeric_entries(rows, tokens_key):
         if per_token:
@@ -161,7 +165,7 @@ def pack_rows(
         TensorDictBase: batch size ``(R,)``, entries [R, T].
 
     Raises:
-        ValueError: a sequence is longer than ``row_tokens``.
+        ValueError: a sequence is longer than ``row_tokens``, or there are no rows.
 
     Examples:
         >>> from tensordict import lazy_stack
@@ -174,6 +178,7 @@ def pack_rows(
                 [1, 2, 1, 0]]), tensor([[ 1,  1,  1,  1],
                 [ 0,  0,  2, -1]]))
     """
+    _check_any(rows)
     lengths = [len(row.get(tokens_key)) for row in rows.unbind(0)]
     size = max(lengths) if row_tokens is None else row_tokens
     if max(lengths) > size:
@@ -204,6 +209,8 @@ def pack_rows(
             continue
         if not per_token:
             values = [v.reshape(1).expand(n) for v, n in zip(values, lengths, strict=True)]
+        if per_token:  # [T, 1], as TorchRL writes rewards and advantages, is one per token, too.
+            values = [v.squeeze(-1) if v.ndim == 2 and v.shape[1] == 1 else v for v in values]
         if any(value.ndim > 1 for value in values):
             continue
         out.set(key, packed(values, pad_id if key == tokens_key else _fill_value(values[0].dtype)))
@@ -249,6 +256,14 @@ def blank_rows(
             fill = _fill_value(value.dtype) if value.shape == per_token else 0
         out.set(key, value.new_full((2, *value.shape[1:]), fill))
     return out
+
+
+def _check_any(rows: TensorDictBase) -> None:
+    if len(rows) == 0:
+        raise ValueError(
+            "There are no rows to make a micro-batch of, e.g. since the rewards of all groups were "
+            "equal: make no update, or, where other ranks have rows, take blank_rows() of any."
+        )
 
 
 def _numeric_entries(

@@ -175,7 +175,7 @@ def read_sequences(
             f"{sorted(map(str, micro.keys(True, True)))}. Write them there, or give TorchtuneActor "
             "tokens_key= and attention_mask_key=."
         )
-    padding = ~attention.bool()
+    padding = ~(attention > 0)  # One of 0 and 1 is filled up with -1.
     segments = micro.get(segment_ids_key, None)
     if segments is None:
         segments = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(tokens)

@@ -14,12 +14,12 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from torchrl_llm_async.objectives import functional, rewards
-from torchrl_llm_async.objectives.common import require
+from torchrl_llm_async.objectives.options import check_numbers, require
 
 Baseline = functional.AdvantageEstimator | Literal["none"]
 _BASELINES = (*get_args(functional.AdvantageEstimator), "none")
@@ -127,6 +127,14 @@ class GroupAdvantage(Transform):
             estimator in _BASELINES,
             f"estimator={estimator!r} is not one of {', '.join(map(repr, _BASELINES))}.",
         )
+        check_numbers(
+            group_size=group_size,
+            reward_scale=reward_scale,
+            reward_bias=reward_bias,
+            overlong_buffer=overlong_buffer,
+            overlong_factor=overlong_factor,
+            max_new_tokens=max_new_tokens,
+        )
         require(
             group_size >= 2 or (group_size == 1 and estimator == "none"),
             f"group_size={group_size}: a group-relative advantage needs at least 2 trajectories "
@@ -186,6 +194,7 @@ class GroupAdvantage(Transform):
         return tensordict.copy().set(key, normalized.to(advantage.dtype).view_as(advantage))
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._check_keys(tensordict)
         self._check_groups(tensordict)
         reward = self._reward(tensordict)
         if self.shapes_reward:
@@ -202,6 +211,19 @@ class GroupAdvantage(Transform):
                 divide_by_std=self.divide_by_std,
             ).view_as(reward)
         return tensordict.set(self.out_keys[0], advantage)
+
+    def _check_keys(self, rows: TensorDictBase) -> None:
+        there = rows.keys(include_nested=True)
+        needed = dict(zip(("reward_key", "group_key", "index_key"), self.in_keys, strict=True))
+        if self.overlong_buffer is not None or self.batch_norm:
+            needed["mask_key"] = self.mask_key
+        for name, key in needed.items():
+            if unravel_key(key) not in there:
+                raise KeyError(
+                    f"GroupAdvantage found nothing at {key!r} among "
+                    f"{sorted(map(str, rows.keys(True, True)))}. Write it there, or say where it "
+                    f"is with {name}=...."
+                )
 
     def _check_groups(self, rows: TensorDictBase) -> None:
         """Raises ``ValueError`` unless the rows are whole groups."""
@@ -297,7 +319,11 @@ def _bounds(clip: float | Sequence[float] | None) -> tuple[float, float] | None:
     """(low, high) of the option ``reward_clip``."""
     if clip is None:
         return None
-    low, high = (-clip, clip) if isinstance(clip, (int, float)) else clip
+    is_pair = isinstance(clip, Sequence) and not isinstance(clip, str) and len(clip) == 2
+    low, high = clip if is_pair else (clip, clip)
+    check_numbers(reward_clip=low)
+    check_numbers(reward_clip=high)
+    low = low if is_pair else -low
     require(
         low < high,
         f"reward_clip={clip} must be above 0, or a pair of a lower and a higher bound, e.g. 5.0 "

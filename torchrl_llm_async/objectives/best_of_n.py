@@ -6,19 +6,17 @@ no reference and no advantages.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import (
-    LossOutput,
-    check_aggregation,
-    per_unit,
-    sum_and_count,
-)
+from torchrl_llm_async.objectives.common import Layout, LossOutput, per_unit, sum_and_count
 from torchrl_llm_async.objectives.group_loss import GroupLoss
+from torchrl_llm_async.objectives.options import check_aggregation
 
 
 class BestOfNLossOutput(LossOutput):
@@ -87,7 +85,21 @@ class BestOfNLoss(GroupLoss):
         >>> loss(rows, normalizer=loss.denominator(rows)).total().backward()
     """
 
+    @dataclass
+    class _AcceptedKeys(GroupLoss._AcceptedKeys):
+        """Keys this loss reads; see ``set_keys``.
+
+        Attributes:
+            is_best (NestedKey): [N] bool, written by ``select``; other rows count for nothing.
+                ``("group", "is_best")``.
+        """
+
+        is_best: NestedKey = ("group", "is_best")
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
     output_type = BestOfNLossOutput
+    written_by_select = ("target_version", "is_best")
     packing_unit = "sequence"
 
     def __init__(
@@ -121,19 +133,20 @@ class BestOfNLoss(GroupLoss):
         self.groups_tied = len(rewards) - len(groups)
         # torch.argmax is the first of several equals.
         best = (groups * rewards.shape[1] + rewards[groups].argmax(-1)).tolist()
-        # An empty list is no valid index of a lazy stack; an empty slice is.
+        is_best = torch.zeros(len(batch), dtype=torch.bool, device=rewards.device)
+        is_best[best] = True
         rows = super().select(batch, target_version=target_version)
+        rows = self._with(rows, is_best=is_best)
+        # An empty list is no valid index of a lazy stack; an empty slice is.
         return rows[best] if best else rows[:0]
 
     def denominator(self, rows: TensorDictBase) -> Tensor:
         """Tokens, sequences, or sequences times ``fixed_length``, as ``aggregation`` says."""
-        if len(rows) == 0:
-            return torch.zeros((), dtype=torch.int64)
-        return functional.denominator(*self._layout(rows), self.aggregation, self.fixed_length)
+        return functional.denominator(*self._best(rows), self.aggregation, self.fixed_length)
 
     def forward(self, micro: TensorDictBase, *, normalizer: Tensor | float) -> BestOfNLossOutput:
         """See :meth:`~.common.AsyncLLMLoss.forward`."""
-        layout = self._layout(micro)
+        layout = self._best(micro)
         log_prob = self._policy(micro).log_probs
         total = functional.aggregate(-log_prob, *layout, self.aggregation)
         return BestOfNLossOutput(
@@ -143,3 +156,10 @@ class BestOfNLoss(GroupLoss):
             **self._lags(micro, log_prob),
             batch_size=(),
         )
+
+    def _best(self, rows: TensorDictBase) -> Layout:
+        """The tokens of the best answers."""
+        layout = self._layout(rows)
+        if len(rows) == 0:
+            return layout
+        return layout._replace(mask=layout.mask & self._tokens(rows, "is_best").bool())

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from tensordict import (
     NestedKey,
     TensorClass,
     TensorDictBase,
+    is_tensor_collection,
     is_tensorclass,
     lazy_stack,
     unravel_key,
@@ -27,6 +28,7 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_llm_async.modules.scores import SEGMENT_IDS, EntropyMode, TokenScores, score_tokens
 from torchrl_llm_async.objectives import functional
+from torchrl_llm_async.objectives.options import require
 
 
 class Layout(NamedTuple):
@@ -70,8 +72,9 @@ class LossOutput(TensorClass["nocast"]):
         ratio_by_lag: theta / mu by the token's lag, 1 in expectation; None where the rows
             do not bring mu and the versions.
         log_ratio_size_by_lag: \|log theta - log mu\| by the token's lag; None like the former.
-        mismatch_lag_0: \|log prox - log mu\| of tokens sampled by the weights the step
-            starts from, where engine and trainer should agree; None like the former.
+        mismatch_lag_0: \|log theta - log mu\| of tokens sampled by the weights the step
+            starts from: before its first update, what engine and trainer disagree by. Where
+            those weights' log-probs are known, theirs in place of theta. None like the former.
     """
 
     ratio_by_lag: Tensor | None = field(default=None, kw_only=True)
@@ -114,6 +117,10 @@ class LossOutput(TensorClass["nocast"]):
         return {name: total / count for name, (total, count) in totals.items() if count > 0}
 
 
+_PER_TOKEN = {
+    *("sample_log_prob", "prox_log_prob", "ref_log_prob", "token_version"),
+    *("old_value", "value_target", "token_reward"),
+}
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 _LAST_LAG = (0, 1, 2, 4, 8)
 
@@ -169,6 +176,7 @@ class AsyncLLMLoss(LossModule):
             (:func:`~torchrl_llm_async.modules.add_value_head`); known before there is one.
         needs_advantages (bool): whether it reads advantages that it does not make itself.
         least_group_size (int): how many answers to a prompt it must have.
+        written_by_select (tuple[str]): accepted keys that :meth:`select` writes.
         groups_tied (int): groups that the last call of :meth:`select` skipped, since their
             rewards tell nothing.
     """
@@ -178,6 +186,7 @@ class AsyncLLMLoss(LossModule):
     needs_value_head: bool = False
     needs_advantages: bool = False
     least_group_size: int = 1
+    written_by_select: ClassVar[tuple[str, ...]] = ("target_version",)
     groups_tied: int = 0
 
     @dataclass
@@ -224,6 +233,12 @@ class AsyncLLMLoss(LossModule):
         if name == "reference_network":
             # No submodule: frozen, it has no place in parameters(), state_dict() and train().
             if value is not None:
+                trained = {id(parameter) for parameter in self.actor_network.parameters()}
+                require(
+                    not any(id(parameter) in trained for parameter in value.parameters()),
+                    "reference_network shares parameters with actor_network, and would freeze "
+                    "them: give it a copy of its own (copy.deepcopy, or load the weights again).",
+                )
                 value.requires_grad_(False).eval()
             object.__setattr__(self, name, value)
         else:
@@ -304,13 +319,20 @@ class AsyncLLMLoss(LossModule):
         if not self._has(rows, name):
             raise KeyError(
                 f"{type(self).__name__} found no {name} at {getattr(self.tensor_keys, name)!r} "
-                f"among {sorted(map(str, rows.keys(True, True)))}. Write it there, or point the "
-                f"loss to it with set_keys({name}=...)."
+                f"among {sorted(map(str, rows.keys(True, True)))}. "
+                + (
+                    "select() writes it: train on the rows that it returns."
+                    if name in self.written_by_select
+                    else f"Write it there, or point the loss to it with set_keys({name}=...)."
+                )
             )
         key = getattr(self.tensor_keys, name)
         if fill is None or rows[0].get(key).ndim == 0:
             return rows.get(key)
-        return rows.get(key, as_padded_tensor=True, padding_side="left", padding_value=fill)
+        padded = {"as_padded_tensor": True, "padding_side": "left", "padding_value": fill}
+        value = rows.get(key, **padded)
+        # Tokenizers write masks of 0 and 1, which padding fills up with -1.
+        return value > 0 if isinstance(fill, bool) else value
 
     def _with(self, rows: TensorDictBase, **entries: Tensor) -> TensorDictBase:
         """A copy of the rows with entries at the accepted keys of these names."""
@@ -319,6 +341,12 @@ class AsyncLLMLoss(LossModule):
             key = getattr(self.tensor_keys, name)
             *above, _ = (key,) if isinstance(key, str) else unravel_key(key)
             parent = out.get(tuple(above), None) if above else None
+            require(
+                parent is None or is_tensor_collection(parent),
+                f"{type(self).__name__} can't write {name} at {key!r}, since there is no "
+                f"tensordict at {tuple(above)!r} but {type(parent).__name__}: have it written "
+                f"elsewhere with set_keys({name}=...).",
+            )
             if is_tensorclass(parent):  # TorchRL's wrappers write some, which take no new entry.
                 plain = lazy_stack([part.to_tensordict() for part in parent.unbind(0)])
                 out.set(tuple(above), plain)
@@ -327,6 +355,9 @@ class AsyncLLMLoss(LossModule):
 
     def _layout(self, rows: TensorDictBase) -> Layout:
         """Sampled tokens and sequences of padded, packed or ragged rows."""
+        if len(rows) == 0:
+            none = torch.zeros(0, dtype=torch.int64, device=rows.device)
+            return Layout(none.bool(), none, 0)
         mask = self._read(rows, "assistant_mask", False)
         if not self._has(rows, "segment_ids"):
             number, length = mask.shape
@@ -356,13 +387,26 @@ class AsyncLLMLoss(LossModule):
     def _tokens(self, rows: TensorDictBase, name: str, fill: float | int = 0.0) -> Tensor:
         """(N,) the entry at the accepted key ``name``, one per token or one per row.
 
+        Half precision is taken to float32, in which the losses compute.
+
         Raises:
             KeyError: there is none.
-            ValueError: it is not finite at a sampled token.
+            ValueError: it is not finite at a sampled token, or of another number of tokens.
         """
         mask = self._read(rows, "assistant_mask", False)
         value = self._read(rows, name, fill)
-        value = value.reshape(len(mask), -1).expand_as(mask)
+        value = value.reshape(len(mask), -1)
+        # Of the whole answer, there may be one advantage or reward, but never one log-prob.
+        one_per_row = value.shape[1] == 1 and name not in _PER_TOKEN
+        require(
+            one_per_row or value.shape == mask.shape,
+            f"{name} at {getattr(self.tensor_keys, name)!r} has {value.shape[1]} numbers per row, "
+            f"but there are {mask.shape[1]} tokens. Write one for each token of tokens.full, with "
+            f"0 where none was sampled, or point the loss to them with set_keys({name}=...).",
+        )
+        if value.dtype in (torch.float16, torch.bfloat16):
+            value = value.float()
+        value = value.expand_as(mask)
         self._check_finite(value, mask, f"{name} at {getattr(self.tensor_keys, name)!r}")
         return value.flatten()
 
@@ -438,37 +482,3 @@ def per_unit(total: Tensor, normalizer: Tensor | float) -> Tensor:
     if isinstance(normalizer, Tensor):
         return total / torch.where(normalizer == 0, torch.ones_like(normalizer), normalizer)
     return total / (normalizer or 1.0)
-
-
-def check_clip_epsilon(clip_epsilon: float | Sequence[float]) -> tuple[float, float]:
-    """The option as (epsilon_l, epsilon_h)."""
-    low, high = (
-        (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, (int, float)) else clip_epsilon
-    )
-    require(
-        0 < low < 1 and high > 0,
-        f"clip_epsilon={clip_epsilon} must lie in (0, 1) below and above 0 above, e.g. "
-        "0.2 or [0.2, 0.28].",
-    )
-    return float(low), float(high)
-
-
-def check_aggregation(aggregation: functional.Aggregation, fixed_length: int | None) -> None:
-    """Whether both options are right, and go together."""
-    accepted = get_args(functional.Aggregation)
-    require(aggregation in accepted, f"aggregation={aggregation!r} is not one of {accepted}.")
-    require(
-        (aggregation == "fixed") == (fixed_length is not None),
-        f"fixed_length={fixed_length} with aggregation={aggregation!r}: 'fixed' needs a "
-        "number of tokens, the others take none.",
-    )
-    require(
-        fixed_length is None or fixed_length >= 1,
-        f"fixed_length={fixed_length} must be at least 1 token, e.g. the most that are sampled.",
-    )
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ``ValueError(message)`` unless the condition of an option holds."""
-    if not condition:
-        raise ValueError(message)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional, values
-from torchrl_llm_async.objectives.common import per_unit, require, sum_and_count
+from torchrl_llm_async.objectives.common import per_unit, sum_and_count
+from torchrl_llm_async.objectives.options import check_numbers, require
 from torchrl_llm_async.objectives.ppo import DecoupledPPOLoss, DecoupledPPOLossOutput
 
 
@@ -169,6 +170,7 @@ class CriticPPOLoss(DecoupledPPOLoss):
         value_clip: float | None = 0.5,
         **policy_options: Any,
     ) -> None:
+        check_numbers(gamma=gamma, lmbda=lmbda, value_coeff=value_coeff, value_clip=value_clip)
         for name, number in (("gamma", gamma), ("lmbda", lmbda)):
             require(0 <= number <= 1, f"{name}={number} must lie in [0, 1], e.g. 1.0.")
         require(value_coeff > 0, f"value_coeff={value_coeff} must be above 0, e.g. 0.1.")
@@ -186,6 +188,21 @@ class CriticPPOLoss(DecoupledPPOLoss):
         self.lmbda = lmbda
         self.value_coeff = value_coeff
         self.value_clip = value_clip
+
+    def select(self, batch: TensorDictBase, *, target_version: int | None = None) -> TensorDictBase:
+        """All rows, each with the version trained towards, if that is given.
+
+        Raises:
+            ValueError: some rows have rewards of single tokens, and some have none.
+        """
+        key = unravel_key(self.tensor_keys.token_reward)
+        having = sum(key in row.keys(include_nested=True) for row in batch.unbind(0))
+        require(
+            having in (0, len(batch)),
+            f"{having} of {len(batch)} rows have a token_reward at {key!r}: give all of them one, "
+            "with 0 where there is nothing to reward.",
+        )
+        return super().select(batch, target_version=target_version)
 
     def anchor(self, micro: TensorDictBase) -> TensorDictBase:
         """Adds values, advantages, value targets and, if need be, proximal log-probs [N, T]."""

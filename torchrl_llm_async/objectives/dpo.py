@@ -15,14 +15,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import (
-    Layout,
-    LossOutput,
-    per_unit,
-    require,
-    sum_and_count,
-)
+from torchrl_llm_async.objectives.common import Layout, LossOutput, per_unit, sum_and_count
 from torchrl_llm_async.objectives.group_loss import GroupLoss
+from torchrl_llm_async.objectives.options import check_numbers, require
 
 Pairing = Literal["best_worst", "all"]
 
@@ -187,6 +182,12 @@ class OnlineDPOLoss(GroupLoss):
                 value in get_args(accepted),
                 f"{name}={value!r} is not one of {get_args(accepted)}.",
             )
+        check_numbers(
+            beta=beta,
+            label_smoothing=label_smoothing,
+            max_pairs_per_group=max_pairs_per_group,
+            importance_cap=importance_cap,
+        )
         require(beta > 0, f"beta={beta} must be above 0, e.g. 0.1.")
         require(
             0 <= label_smoothing < 0.5,
@@ -243,8 +244,6 @@ class OnlineDPOLoss(GroupLoss):
 
     def denominator(self, rows: TensorDictBase) -> Tensor:
         """Number of pairs."""
-        if len(rows) == 0:
-            return torch.zeros((), dtype=torch.int64)
         return self._valid_pairs(self._layout(rows)).sum()
 
     def forward(self, micro: TensorDictBase, *, normalizer: Tensor | float) -> OnlineDPOLossOutput:
@@ -255,6 +254,7 @@ class OnlineDPOLoss(GroupLoss):
             f"{layout.num_segments} sequences are no whole pairs: pack with unit=2, so that none "
             "is split.",
         )
+        self._check_order(micro, layout)
         log_prob = self._policy(micro).log_probs
         policy = layout.sum(log_prob)
         implicit_reward = policy - layout.sum(self._reference(micro))
@@ -290,6 +290,23 @@ class OnlineDPOLoss(GroupLoss):
         )
         log_weight = functional.segment_mean(log_prob.detach() - behavior, *pairs)
         return functional.bounded_exp(log_weight).clamp_max(self.importance_cap)
+
+    def _check_order(self, micro: TensorDictBase, layout: Layout) -> None:
+        """Rows that are no pairs would be trained on as if the first were the better one."""
+        if not self._has(micro, "reward") or not self._has(micro, "group_id"):
+            return
+        reward, group = (
+            layout.per_segment(self._tokens(micro, name).to(torch.float32)).view(-1, 2)
+            for name in ("reward", "group_id")
+        )
+        both = (layout.lengths() > 0).view(-1, 2).all(-1)
+        wrong = both & ((reward[:, 0] <= reward[:, 1]) | (group[:, 0] != group[:, 1]))
+        require(
+            not wrong.any(),
+            f"Rows of groups {group[wrong].int().tolist()} with rewards {reward[wrong].tolist()} "
+            "are no pairs of a better and a worse answer: train on the rows that select() "
+            "returns, and keep those of a pair together (unit=2).",
+        )
 
     @staticmethod
     def _valid_pairs(layout: Layout) -> Tensor:

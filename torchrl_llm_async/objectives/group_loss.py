@@ -12,7 +12,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_async.objectives.common import AsyncLLMLoss, require
+from torchrl_llm_async.objectives.common import AsyncLLMLoss
+from torchrl_llm_async.objectives.options import require
 
 
 class GroupLoss(AsyncLLMLoss):
@@ -63,6 +64,8 @@ class GroupLoss(AsyncLLMLoss):
             "needs whole groups, all of one size of at least 2, their rows adjacent "
             "(group_size >= 2, and rows as the replay buffer gives them).",
         )
+        if not rewards.is_floating_point() or rewards.dtype in (torch.float16, torch.bfloat16):
+            rewards = rewards.float()  # An advantage of integers would be cut down to one.
         rewards = rewards.view(-1, size)
         wrong = ~rewards.isfinite().all(-1)
         require(

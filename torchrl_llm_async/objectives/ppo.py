@@ -18,14 +18,12 @@ from torch import Tensor
 
 from torchrl_llm_async.modules.scores import EntropyMode, TokenScores
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import (
-    AsyncLLMLoss,
-    LossOutput,
+from torchrl_llm_async.objectives.common import AsyncLLMLoss, LossOutput, per_unit, sum_and_count
+from torchrl_llm_async.objectives.options import (
     check_aggregation,
     check_clip_epsilon,
-    per_unit,
+    check_numbers,
     require,
-    sum_and_count,
 )
 
 ProximalPolicy = Literal["recompute", "loglinear", "behavior"]
@@ -212,6 +210,13 @@ class DecoupledPPOLoss(AsyncLLMLoss):
                 value in get_args(accepted),
                 f"{name}={value!r} is not one of {get_args(accepted)}.",
             )
+        check_numbers(
+            dual_clip=dual_clip,
+            correction_cap=correction_cap,
+            correction_floor=correction_floor,
+            entropy_coeff=entropy_coeff,
+            kl_to_ref_coeff=kl_to_ref_coeff,
+        )
         require(
             dual_clip is None or dual_clip > 1,
             f"dual_clip={dual_clip} must be above 1, e.g. 3.0, or null.",
@@ -371,11 +376,15 @@ class DecoupledPPOLoss(AsyncLLMLoss):
         if self.prox == "behavior":
             return behavior
         if self.prox == "loglinear":
+            version = self._tokens(micro, "token_version", -1)
+            sampled = self._layout(micro).mask
+            require(
+                bool((version[sampled] >= 0).all()),
+                "prox='loglinear' needs the version of every sampled token, but some are unknown "
+                f"(below 0) at {self.tensor_keys.token_version!r}. Use prox='recompute'.",
+            )
             return functional.loglinear_log_prob(
-                log_prob,
-                behavior,
-                self._tokens(micro, "token_version", -1),
-                self._tokens(micro, "target_version", -1),
+                log_prob, behavior, version, self._tokens(micro, "target_version", -1)
             )
         if self._has(micro, "prox_log_prob"):
             return self._tokens(micro, "prox_log_prob")

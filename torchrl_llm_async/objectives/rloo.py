@@ -16,13 +16,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import (
-    LossOutput,
-    check_clip_epsilon,
-    per_unit,
-    sum_and_count,
-)
+from torchrl_llm_async.objectives.common import LossOutput, per_unit, sum_and_count
 from torchrl_llm_async.objectives.group_loss import GroupLoss
+from torchrl_llm_async.objectives.options import check_clip_epsilon
 
 
 class ProximalRLOOLossOutput(LossOutput):
@@ -71,8 +67,8 @@ class ProximalRLOOLoss(GroupLoss):
     product of its tokens', so it leaves the clipping range the sooner, the longer the answer is:
     :class:`~.ppo.DecoupledPPOLoss` is for long ones.
 
-    :meth:`select` computes the advantages, so :class:`~.advantage.GroupAdvantage` is not needed;
-    what it wrote is replaced.
+    :meth:`select` computes the advantages; those of :class:`~.advantage.GroupAdvantage` are not
+    read.
 
     Args:
         actor_network (TensorDictModuleBase): see :class:`~.common.AsyncLLMLoss`.
@@ -110,7 +106,7 @@ class ProximalRLOOLoss(GroupLoss):
         ...     batch_size=(3,),
         ... )
         >>> rows = loss.select(batch)
-        >>> rows["advantage"].flatten()
+        >>> rows["group", "advantage"].flatten()
         tensor([ 1.0000, -0.5000, -0.5000])
         >>> loss(rows, normalizer=loss.denominator(rows)).total().backward()
     """
@@ -121,14 +117,15 @@ class ProximalRLOOLoss(GroupLoss):
 
         Attributes:
             advantage (NestedKey): A, in the shape of the rewards; written by ``select``.
-                ``"advantage"``.
+                ``("group", "advantage")``.
         """
 
-        advantage: NestedKey = "advantage"
+        advantage: NestedKey = ("group", "advantage")
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
     output_type = ProximalRLOOLossOutput
+    written_by_select = ("target_version", "advantage")
     packing_unit = "sequence"
 
     def __init__(
@@ -137,8 +134,9 @@ class ProximalRLOOLoss(GroupLoss):
         *,
         clip_epsilon: float | Sequence[float] = 0.2,
     ) -> None:
+        low_and_high = check_clip_epsilon(clip_epsilon)
         super().__init__(actor_network)
-        self.clip_low, self.clip_high = check_clip_epsilon(clip_epsilon)
+        self.clip_low, self.clip_high = low_and_high
 
     def select(self, batch: TensorDictBase, *, target_version: int | None = None) -> TensorDictBase:
         """All rows, each with its advantage over the others of its group.

@@ -14,8 +14,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm_async.objectives import functional
-from torchrl_llm_async.objectives.common import LossOutput, per_unit, require, sum_and_count
+from torchrl_llm_async.objectives.common import LossOutput, per_unit, sum_and_count
 from torchrl_llm_async.objectives.group_loss import GroupLoss
+from torchrl_llm_async.objectives.options import check_numbers, require
 
 
 class Balance(NamedTuple):
@@ -169,6 +170,7 @@ class TrajectoryBalanceLoss(GroupLoss):
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
     output_type = TrajectoryBalanceLossOutput
+    written_by_select = ("target_version", "group_size")
     packing_unit = "group"
 
     def __init__(
@@ -178,6 +180,7 @@ class TrajectoryBalanceLoss(GroupLoss):
         beta: float = 0.1,
         reference_network: TensorDictModuleBase | None = None,
     ) -> None:
+        check_numbers(beta=beta)
         require(beta > 0, f"beta={beta} must be above 0, e.g. 0.1.")
         super().__init__(actor_network, reference_network=reference_network)
         self.beta = beta

@@ -262,7 +262,11 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         outputs, norms = [], []
         for minibatch in batch.minibatches:
             if minibatch.denominator > 0:  # Else there is nothing to learn from.
-                outputs += self._backward(minibatch)
+                trained = self._backward(minibatch)
+                if norms:  # Engine and trainer are of one version before the first update only.
+                    for output in trained:
+                        output.mismatch_lag_0 = None
+                outputs += trained
                 norms.append(self._update())
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
