@@ -89,7 +89,9 @@ def test_a_config_error_is_printed_once_and_nothing_starts(tmp_path):
     process = tune_run(tmp_path / "out", "group_size=1")
     output = finish(process)
     assert process.returncode != 0
-    assert output.count("config error: group_size is 1") == output.count("config error") == 1
+    assert (
+        output.count("config error: advantage: group_size=1") == output.count("config error") == 1
+    )
     assert not (tmp_path / "out").exists()
 
 
