@@ -30,9 +30,9 @@ def loss(tiny_model):
     )
 
 
-def make_feed(buffer, loss, process_group, minibatches=2) -> BatchFeed:
+def make_feed(buffer, loss, process_group, minibatches=2, form="padded") -> BatchFeed:
     sizes = dict(minibatches=minibatches, micro_batch_tokens=64, group_size=2, pad_id=0)
-    return BatchFeed(buffer, loss, group=process_group, **sizes)
+    return BatchFeed(buffer, loss, group=process_group, form=form, **sizes)
 
 
 def add_group(buffer, group_id: int, version: int, *, rewards=(1.0, 0.0), answer=2) -> None:
@@ -116,3 +116,24 @@ def test_the_rewards_reported_are_the_environments(loss, process_group):
     batch = make_feed(buffer, loss, process_group, minibatches=1).next()
     assert batch.minibatches[0].micro_batches[0]["next", "reward"].flatten().tolist() == [5, -5]
     assert (batch.figures["reward"], batch.figures["accuracy"]) == (0.5, 0.5)
+
+
+def test_packed_micro_batches_train_the_same_on_less_padding(loss, process_group):
+    gradients, padding = [], []
+    for form in ("padded", "packed"):
+        buffer = make_buffer(groups_per_step=4, transform=GroupAdvantage(2))
+        for group_id, answer in enumerate((9, 2, 3, 4)):
+            add_group(buffer, group_id, version=0, answer=answer)
+        batch = make_feed(buffer, loss, process_group, minibatches=1, form=form).next()
+        padding.append(batch.figures["padding"])
+        (minibatch,) = batch.minibatches
+        loss.zero_grad()
+        for micro in minibatch.micro_batches:
+            assert micro["tokens", "full"].numel() <= 64
+            loss(micro, normalizer=minibatch.denominator).total().backward()
+        gradients.append([p.grad for p in loss.parameters()])
+    loss.zero_grad()
+    # 2 x 10 + 2 x 3 + 2 x 4 + 2 x 5 = 44 tokens; padded, six rows of 10 and two of 3.
+    assert padding == pytest.approx([1 - 44 / 66, 1 - 44 / 50])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)

@@ -74,6 +74,8 @@ def test_what_a_loss_does_not_need_may_be_left_out(cfg):
         ("group_size=1", r"advantage: group_size=1: .* at least 2 trajectories"),
         ("advantage=null", r"advantage is null, but .*DecoupledPPOLoss reads advantages"),
         ("group_size=0", r"group_size is 0; it must be at least 1"),
+        ("micro_batches=ragged", r"micro_batches is 'ragged'; it must be 'padded' or 'packed'"),
+        ("max_skipped_updates=-1", r"max_skipped_updates is -1; it must be 0 or more"),
         ("max_staleness=-1", r"max_staleness is -1; it must be 0"),
         ("minibatches_per_step=3", r"groups_per_step is 64, which minibatches_per_step \(3\)"),
         ("micro_batch_tokens=64", r"micro_batch_tokens is 64, too few for one sequence"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from whole_runs import CONFIG, ROOT, finish, launch, metrics, succeed, tune_run
+from whole_runs import CONFIG, ROOT, finish, launch, metrics, on_ranks, succeed, tune_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.recipe]
 
@@ -93,6 +93,40 @@ def test_a_config_error_is_printed_once_and_nothing_starts(tmp_path):
         output.count("config error: advantage: group_size=1") == output.count("config error") == 1
     )
     assert not (tmp_path / "out").exists()
+
+
+POISONED_LOSS = """
+import math, torch.distributed
+from torchrl_llm_async.objectives import DecoupledPPOLoss
+
+class PoisonedLoss(DecoupledPPOLoss):
+    '''NaN on one of the ranks, in step 2 of the run.'''
+
+    def forward(self, micro, *, normalizer):
+        output = super().forward(micro, normalizer=normalizer)
+        if torch.distributed.get_rank() == 1 and (micro["policy_version", "target"] == 2).all():
+            output.loss_objective = output.loss_objective * math.nan
+        return output
+"""
+
+
+@pytest.mark.inv7
+def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
+    (tmp_path / "poisoned.py").write_text(POISONED_LOSS)
+    process = launch(
+        *("tune-async", "run", *on_ranks(2), "async_rl_full_finetune_distributed"),
+        *("--config", "arithmetic_ppo", "output_dir=out", *SHORT, "max_staleness=0"),
+        *("loss._component_=poisoned.PoisonedLoss", "evaluate_every=3", "minibatches_per_step=2"),
+        cwd=tmp_path,
+    )
+    assert succeed(process).count("the update is skipped") == 4  # two updates, two ranks
+    steps = metrics(tmp_path / "out")
+    assert [steps[step]["updates_skipped"] for step in (1, 2, 3)] == [0, 2, 0]
+    assert "gradient_norm" not in steps[2] and steps[3]["gradient_norm"] > 0
+    # The weights of step 2 are those of step 1: nothing that step 3 is trained on is off-policy.
+    assert steps[3]["mismatch_lag_0"] < 1e-4
+    weights = load_file(tmp_path / "out" / "checkpoints" / "step_00003" / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
 
 
 @pytest.mark.slow

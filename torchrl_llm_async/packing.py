@@ -9,29 +9,39 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+Form = Literal["padded", "packed"]
+
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, world_size: int, token_budget: int, unit: int = 1
+    lengths: Sequence[int],
+    *,
+    world_size: int,
+    token_budget: int,
+    unit: int = 1,
+    form: Form = "padded",
 ) -> list[list[list[int]]]:
     """Assigns rows to the micro-batches of each rank.
 
     Units of ``unit`` adjacent rows are dealt longest first to the rank with the fewest
-    tokens, then filled into micro-batches in that order, so that rows of like length
-    meet and little is padded. All ranks get the same number of micro-batches, since
-    every forward pass under FSDP is a collective.
+    tokens, then each into the rank's first micro-batch with room for it, so that little is
+    padded. All ranks get the same number of micro-batches, since every forward pass under
+    FSDP is a collective.
 
     Args:
         lengths (Sequence[int]): tokens of each row.
         world_size (int): number of ranks.
-        token_budget (int): most tokens of a micro-batch, padding included: its rows times
-            its longest row.
+        token_budget (int): most tokens of a micro-batch, padding included.
         unit (int): rows that must stay together: 1, 2 for pairs, the group size for groups.
+        form: what micro-batches are made of these rows: ``"padded"``, by :func:`pad_rows`, or
+            ``"packed"``, by :func:`pack_rows` with ``row_tokens=max(lengths)``, so that short
+            ones share a dense row, or fill up that of a long one.
 
     Returns:
         list[list[list[int]]]: row indices by rank and micro-batch. Each row is in exactly
@@ -65,14 +75,20 @@ def plan_micro_batches(
         shares[rank].append(index)
         heapq.heappush(load, (total + tokens[index], rank))
 
+    def has_room(batch: list[int], index: int) -> bool:
+        if form == "padded":  # Longest first: the first unit sets the width of all.
+            return (len(batch) + 1) * unit * longest[batch[0]] <= token_budget
+        rows = [lengths[row] for member in (*batch, index) for row in units[member]]
+        return len(_first_fit(rows, max(lengths))) * max(lengths) <= token_budget
+
     def fill(share: list[int]) -> list[list[int]]:
         batches: list[list[int]] = []
         for index in share:
-            # Longest first: the micro-batch's first unit sets the width of all.
-            if batches and (len(batches[-1]) + 1) * unit * longest[batches[-1][0]] <= token_budget:
-                batches[-1].append(index)
-            else:
+            batch = next((batch for batch in batches if has_room(batch, index)), None)
+            if batch is None:
                 batches.append([index])
+            else:
+                batch.append(index)
         return batches
 
     plan = [fill(share) for share in shares]
@@ -186,15 +202,7 @@ def pack_rows(
             f"Row {lengths.index(max(lengths))} has {max(lengths)} tokens, over row_tokens={size}. "
             "It cannot be split: raise row_tokens to at least that."
         )
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        place = next((i for i, left in enumerate(room) if left >= lengths[index]), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(size)
-        bins[place].append(index)
-        room[place] -= lengths[index]
+    bins = _first_fit(lengths, size)
 
     def packed(values: Sequence[Tensor], fill: int | float | bool) -> Tensor:
         joined = [torch.cat([values[index] for index in sorted(members)]) for members in bins]
@@ -256,6 +264,20 @@ def blank_rows(
             fill = _fill_value(value.dtype) if value.shape == per_token else 0
         out.set(key, value.new_full((2, *value.shape[1:]), fill))
     return out
+
+
+def _first_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Bins of ``size`` tokens; each index, longest first, in the first one with room for it."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = next((i for i, left in enumerate(room) if left >= lengths[index]), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(size)
+        bins[place].append(index)
+        room[place] -= lengths[index]
+    return bins
 
 
 def _check_any(rows: TensorDictBase) -> None:

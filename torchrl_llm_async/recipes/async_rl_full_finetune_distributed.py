@@ -49,6 +49,7 @@ from torchrl_llm_async.recipes.resume import (
     resume_folder,
     version_of,
 )
+from torchrl_llm_async.recipes.updates import Updates
 from torchrl_llm_async.weight_update import VLLMSharedWeightSyncScheme
 
 
@@ -105,6 +106,13 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             self._lr_scheduler = config.instantiate(
                 cfg.lr_scheduler, self._optimizer, num_training_steps=updates
             )
+        self._updates = Updates(
+            self._model,
+            self._optimizer,
+            self._lr_scheduler,
+            clip_grad_norm=cfg.clip_grad_norm,
+            max_skipped=cfg.max_skipped_updates,
+        )
         actor = functools.partial(TorchtuneActor, temperature=cfg.sampling.get("temperature", 1.0))
         self._loss = config.instantiate(cfg.loss, actor(self._model))
         if self._loss.needs_reference:
@@ -129,6 +137,7 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             self._loss,
             minibatches=cfg.minibatches_per_step,
             micro_batch_tokens=cfg.micro_batch_tokens,
+            form=cfg.micro_batches,
             group_size=cfg.group_size,
             pad_id=config.instantiate(cfg.tokenizer).pad_id,
             group=self._control,
@@ -261,15 +270,15 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
                 minibatch.micro_batches = [self._loss.anchor(m) for m in minibatch.micro_batches]
         outputs, norms = [], []
         for minibatch in batch.minibatches:
-            if minibatch.denominator > 0:  # Else there is nothing to learn from.
-                trained = self._backward(minibatch)
-                if norms:  # Engine and trainer are of one version before the first update only.
-                    for output in trained:
-                        output.mismatch_lag_0 = None
-                outputs += trained
-                norms.append(self._update())
-            if self._lr_scheduler is not None:
-                self._lr_scheduler.step()
+            if minibatch.denominator == 0:
+                self._updates.pass_over()
+                continue
+            trained = self._backward(minibatch)
+            if norms:  # Engine and trainer are of one version before the first update only.
+                for output in trained:
+                    output.mismatch_lag_0 = None
+            outputs += trained
+            norms.append(self._updates.step())
         return self._reduce(outputs, norms)
 
     def _backward(self, minibatch: Minibatch) -> list[LossOutput]:
@@ -284,21 +293,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             outputs.append(output.detach())
         return outputs
 
-    def _update(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._model.parameters(), max_norm=self._cfg.clip_grad_norm or float("inf")
-        ).full_tensor()
-        if not torch.isfinite(norm):
-            raise RuntimeError(
-                f"the gradient's norm is {norm.item()}; lower optimizer.lr or look at the samples "
-                "(dump_samples: true)"
-            )
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return norm.item()
-
     # ------------------------------------------------------------------ what a person sees
-    def _reduce(self, outputs: list[LossOutput], norms: list[float]) -> dict[str, float]:
+    def _reduce(self, outputs: list[LossOutput], norms: list[float | None]) -> dict[str, float]:
         """Losses summed, diagnostics averaged over micro-batches, minibatches and ranks."""
         if not outputs:
             return {}
@@ -317,7 +313,10 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         updates = len(norms) * self.world_size
         metrics = {name: totals.pop(name)[0] / updates for name in losses}
         metrics |= type(outputs[0]).figures(totals)
-        return metrics | {"gradient_norm": sum(norms) / len(norms)}
+        finite = [norm for norm in norms if norm is not None]
+        if finite:
+            metrics["gradient_norm"] = sum(finite) / len(finite)
+        return metrics | {"updates_skipped": len(norms) - len(finite)}
 
     def _log(self, step: int, metrics: dict[str, float], batch: StepBatch) -> None:
         """Adds the collector's and the buffer's figures, then logs and shows them all."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 
 from torchrl_llm_async.data import StalenessReplayBuffer
-from torchrl_llm_async.packing import blank_rows, pad_rows, plan_micro_batches
+from torchrl_llm_async.packing import Form, blank_rows, pack_rows, pad_rows, plan_micro_batches
 
 _ROWS_PER_UNIT = {"sequence": 1, "pair": 2}
 
@@ -25,7 +25,7 @@ class Minibatch:
     """One rank's share of one optimizer update.
 
     Args:
-        micro_batches: as many on every rank, each ``[N, T]`` and left-padded.
+        micro_batches: as many on every rank, each ``[N, T]``, left-padded or packed.
         denominator: what the loss is divided by, summed over all ranks. 0: nothing to learn from.
     """
 
@@ -55,6 +55,7 @@ class BatchFeed:
         loss: the loss module: its ``select``, ``denominator`` and ``packing_unit`` are used.
         minibatches: optimizer updates per step.
         micro_batch_tokens: most tokens, padding included, of one micro-batch.
+        form: of the micro-batches, ``"padded"`` or ``"packed"``.
         group_size: rows per group.
         pad_id: token id to pad with.
         group: a process group whose backend carries CPU objects.
@@ -70,6 +71,7 @@ class BatchFeed:
         *,
         minibatches: int,
         micro_batch_tokens: int,
+        form: Form,
         group_size: int,
         pad_id: int,
         group: dist.ProcessGroup,
@@ -78,6 +80,7 @@ class BatchFeed:
         self._loss = loss
         self._minibatches = minibatches
         self._micro_batch_tokens = micro_batch_tokens
+        self._form = form
         self._rows_per_unit = {**_ROWS_PER_UNIT, "group": group_size}[loss.packing_unit]
         self._pad_id = pad_id
         self._group = group
@@ -106,8 +109,10 @@ class BatchFeed:
         figures = _figures(fresh) | {
             "trainer_waited_s": waited,
             "trained_tokens": 0,
+            "padding": 0.0,
             "groups_tied": 0,
         }
+        dense_tokens = 0
         shares = [StepBatch([], figures) for _ in range(self._world_size)]
         groups = torch.arange(len(rows)).reshape(-1, self._group_size)
         for first in range(self._minibatches):
@@ -126,18 +131,27 @@ class BatchFeed:
                 world_size=self._world_size,
                 token_budget=self._micro_batch_tokens,
                 unit=self._rows_per_unit,
+                form=self._form,
             )
             figures["trained_tokens"] += sum(lengths)
             denominator = float(self._loss.denominator(chosen))
             for share, micro_rows in zip(shares, plan, strict=True):
                 micro_batches = [
-                    pad_rows(chosen[indices], self._pad_id)
+                    self._dense(chosen[indices], max(lengths))
                     if indices
                     else blank_rows(chosen, self._pad_id)
                     for indices in micro_rows
                 ]
+                dense_tokens += sum(micro["tokens", "full"].numel() for micro in micro_batches)
                 share.minibatches.append(Minibatch(micro_batches, denominator))
+        if dense_tokens:
+            figures["padding"] = 1 - figures["trained_tokens"] / dense_tokens
         return shares
+
+    def _dense(self, rows: TensorDictBase, longest: int) -> TensorDictBase:
+        if self._form == "padded":
+            return pad_rows(rows, self._pad_id)
+        return pack_rows(rows, self._pad_id, row_tokens=longest)
 
 
 def _figures(rows: TensorDictBase) -> dict[str, float]:

@@ -50,6 +50,7 @@ _HF_NAMES = {
 _CHOICES = {
     "on_stale": ("wait", "drop"),
     "dtype": ("fp32", "bf16"),
+    "micro_batches": ("padded", "packed"),
     "reuse": ("recency", "reward", "uniform"),
 }
 
@@ -105,6 +106,8 @@ class RecipeConfig:
     max_reuse: int = 1
     reuse: str = "recency"
     reuse_groups: int | None = None
+    micro_batches: str = "padded"
+    max_skipped_updates: int = 3
     checkpoint_every: int | None = 10
     keep_checkpoints: int = 2
     resume: str | None = None
@@ -211,6 +214,11 @@ def _check_values(cfg: DictConfig) -> None:
     if cfg.checkpoint_every is not None and cfg.checkpoint_every < 1:
         raise ConfigError(
             f"checkpoint_every is {cfg.checkpoint_every}; it must be at least 1, or null for none"
+        )
+    if cfg.max_skipped_updates < 0:
+        raise ConfigError(
+            f"max_skipped_updates is {cfg.max_skipped_updates}; it must be 0 or more: how many "
+            "updates in a row may have a gradient that is not finite"
         )
     if cfg.max_staleness < 0:
         raise ConfigError(f"max_staleness is {cfg.max_staleness}; it must be 0 (on-policy) or more")
