@@ -134,12 +134,13 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
     "name", ["CriticPPOLoss", "ProximalRLOOLoss", "BestOfNLoss", "TrajectoryBalanceLoss"]
 )
 def test_every_loss_is_one_line(tmp_path, name):
-    """Online DPO, the sixth, is what tests/test_resume.py trains with."""
-    loss = [f"loss._component_=torchrl_llm_async.objectives.{name}"]
+    """Packed; online DPO, the sixth, is what tests/test_resume.py trains with, padded."""
+    loss = [f"loss._component_=torchrl_llm_async.objectives.{name}", "micro_batches=packed"]
     if name == "CriticPPOLoss":  # It compares no answers.
         loss += ["advantage=null", "group_size=1"]
     succeed(tune_run(tmp_path, *SHORT[:-1], "total_steps=4", *loss))
     steps = metrics(tmp_path)
+    assert all(steps[step]["padding"] < 0.3 for step in range(1, 5))  # Rows that no other fills.
     losses = [key for key in steps[1] if key.startswith("loss_")]
     assert losses and all(math.isfinite(steps[step][key]) for step in range(1, 5) for key in losses)
     assert all(steps[step]["gradient_norm"] > 0 for step in range(1, 5))
