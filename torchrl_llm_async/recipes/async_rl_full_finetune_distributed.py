@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtune import config, training, utils
 from torchtune.config._utils import _get_component_from_path
 from torchtune.recipe_interfaces import FTRecipeInterface
@@ -35,7 +34,7 @@ from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.checkpoint import TrainingState, load_tree
 from torchrl_llm_async.collectors import AsyncLLMCollector, Evaluation
 from torchrl_llm_async.data import StalenessReplayBuffer
-from torchrl_llm_async.modules import TorchtuneActor, add_value_head
+from torchrl_llm_async.modules import TorchtuneActor
 from torchrl_llm_async.objectives import LossOutput
 from torchrl_llm_async.recipes.batches import BatchFeed, Minibatch, StepBatch
 from torchrl_llm_async.recipes.collection import make_collector
@@ -49,6 +48,7 @@ from torchrl_llm_async.recipes.resume import (
     resume_folder,
     version_of,
 )
+from torchrl_llm_async.recipes.sharding import build_sharded_model
 from torchrl_llm_async.recipes.updates import Updates
 from torchrl_llm_async.weight_update import VLLMSharedWeightSyncScheme
 
@@ -178,24 +178,15 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         self, weights: dict[str, torch.Tensor], *, value_head: bool = False
     ) -> nn.Module:
         """A decoder sharded over all ranks: fp32 master weights, ``dtype`` compute."""
-        with training.set_default_dtype(torch.float32), torch.device("meta"):
-            model = config.instantiate(self._cfg.model)
-        if value_head:  # No Hugging Face checkpoint has one; it begins at zero.
-            head = add_value_head(model).value_head.state_dict(prefix="value_head.")
-            weights = weights | {
-                name: torch.zeros_like(parameter, device="cpu") for name, parameter in head.items()
-            }
-        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
-        for layer in model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-        with training.set_default_dtype(torch.float32), self._device:
-            for module in model.modules():
-                if hasattr(module, "rope_init"):  # RoPE is not in the state dict.
-                    module.rope_init()
-        training.load_from_full_model_state_dict(model, dict(weights), self._device, strict=True)
-        training.validate_no_params_on_meta_device(model)
-        return model
+        return build_sharded_model(
+            functools.partial(config.instantiate, self._cfg.model),
+            weights,
+            device=self._device,
+            dtype=self._dtype,
+            value_head=value_head,
+            compile_layers=self._cfg.compile,
+            activation_checkpointing=self._cfg.enable_activation_checkpointing,
+        )
 
     # ------------------------------------------------------------------ the loop
     def train(self) -> None:

@@ -106,6 +106,8 @@ class RecipeConfig:
     max_reuse: int = 1
     reuse: str = "recency"
     reuse_groups: int | None = None
+    compile: bool = False
+    enable_activation_checkpointing: bool = False
     micro_batches: str = "padded"
     max_skipped_updates: int = 3
     checkpoint_every: int | None = 10
