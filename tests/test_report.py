@@ -85,6 +85,57 @@ def test_versions_that_were_not_evaluated_yet_are_told(tmp_path):
     assert keeper.path(18).exists() and not keeper.path(100006).exists()
 
 
+def make_model(folder):
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json", "notes.md"):
+        (folder / name).write_text(name)
+    weights = folder / "weights"
+    weights.write_bytes(b"weights")
+    return weights, folder
+
+
+def test_a_saved_model_is_a_hugging_face_folder(tmp_path):
+    keeper = CheckpointKeeper(tmp_path / "checkpoints")
+    weights, model_dir = make_model(tmp_path / "model")
+    for _ in range(2):  # A resumed run comes by again.
+        keeper.save(6, weights, model_dir)
+    names = sorted(path.name for path in keeper.path(6).iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (keeper.path(6) / "model.safetensors").read_bytes() == b"weights"
+    assert [path.name for path in keeper.folder.iterdir()] == ["step_00006"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("when", ["saving", "saving again", "deleting"])
+def test_a_folder_is_whole_or_not_there_whenever_the_run_is_killed(tmp_path, monkeypatch, when):
+    keeper = CheckpointKeeper(tmp_path / "checkpoints")
+    weights, model_dir = make_model(tmp_path / "model")
+    if when != "saving":
+        keeper.save(6, weights, model_dir)
+
+    def die(path, *_):
+        if when == "deleting":
+            (path / "model.safetensors").unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("shutil.rmtree" if when == "deleting" else "shutil.copy", die)
+        if when == "deleting":
+            keeper.judge(evaluation(0, 5), last_version=40)
+            keeper.judge(evaluation(6, 4), last_version=40)
+        else:
+            keeper.save(6, weights, model_dir)
+
+    keeper = CheckpointKeeper(tmp_path / "checkpoints")
+    there = keeper.go_on(8)
+    assert there == ([6] if when == "saving again" else [])
+    assert [path.name for path in keeper.folder.iterdir()] == ["step_00006"] * len(there)
+    assert all((keeper.path(step) / "model.safetensors").exists() for step in there)
+
+
 def test_best_json_is_told_before_the_former_best_goes(tmp_path, monkeypatch):
     keeper = CheckpointKeeper(tmp_path)
     keeper.path(5).mkdir()

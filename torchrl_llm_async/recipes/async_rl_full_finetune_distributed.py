@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import shutil
 import signal
 import sys
 import time
@@ -339,7 +338,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         if not self._is_rank_zero:
             return
         if version > 0:
-            self._save(version)
+            weights = self._weights.store.path(version)
+            self._models.save(version, weights, Path(self._cfg.model_dir))
         self._evaluations.append(self._collector.evaluate())
 
     def _judge(self, evaluation: Evaluation) -> None:
@@ -347,8 +347,9 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         self._models.judge(evaluation, last_version=self._cfg.total_steps)
 
     def _evaluated(self, evaluation: Evaluation) -> None:
-        self._judge(evaluation)
+        # Before it is judged: a model that lost is deleted, and could not be evaluated again.
         self._records["evaluations"].append(**vars(evaluation))
+        self._judge(evaluation)
         self._metric_logger.log_dict(
             {
                 "held_out_accuracy": evaluation.accuracy,
@@ -358,16 +359,6 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             },
             step=evaluation.version,
         )
-
-    def _save(self, version: int) -> None:
-        """A Hugging Face folder of the weights as the engine serves them."""
-        folder = self._models.path(version)
-        folder.mkdir(parents=True, exist_ok=True)  # A resumed run may come by again.
-        for file in Path(self._cfg.model_dir).iterdir():
-            # Not the index of a checkpoint in several files: this one is whole.
-            if file.suffix in (".json", ".jinja", ".txt", ".model") and ".index." not in file.name:
-                shutil.copy(file, folder)
-        shutil.copy(self._weights.store.path(version), folder / "model.safetensors")
 
     def _finish(self) -> None:
         """Waits for the last evaluations and prints the closing table."""

@@ -57,7 +57,7 @@ class CheckpointKeeper:
     """Keeps the checkpoint of the best evaluated version and the last one, deletes the others.
 
     ``best.json`` says which was best; step 0 is the model that the run started from, which has no
-    folder here.
+    folder here. A folder is there as a whole or not at all, whenever the run is killed.
 
     Args:
         folder: where checkpoints are written, one folder each.
@@ -72,19 +72,44 @@ class CheckpointKeeper:
         """The folder of a version's checkpoint."""
         return self.folder / f"step_{version:05d}"
 
+    def save(self, version: int, weights: Path, model_dir: Path) -> None:
+        """Writes a Hugging Face folder.
+
+        Args:
+            version: of the weights.
+            weights: a file of all of them, under Hugging Face names.
+            model_dir: the folder whose config and tokenizer go with them.
+        """
+        part = self.path(version).with_suffix(".part")
+        part.mkdir()
+        for file in model_dir.iterdir():
+            # Not the index of a checkpoint in several files: this one is whole.
+            if file.suffix in (".json", ".jinja", ".txt", ".model") and ".index." not in file.name:
+                shutil.copy(file, part)
+        shutil.copy(weights, part / "model.safetensors")
+        if self.path(version).exists():  # A resumed run comes by again.
+            self._remove(version)
+        part.rename(self.path(version))
+
+    def _remove(self, version: int) -> None:
+        gone = self.path(version).rename(self.path(version).with_suffix(".gone"))
+        shutil.rmtree(gone)
+
     def go_on(self, version: int) -> list[int]:
         """Removes what a run had come to that is resumed at an earlier version.
 
         Returns:
             The versions before ``version`` that have a folder, ascending.
         """
+        for unfinished in (*self.folder.glob("step_*.part"), *self.folder.glob("step_*.gone")):
+            shutil.rmtree(unfinished)
         # It may name one of those; the first to be judged brings it back.
         (self.folder / "best.json").unlink(missing_ok=True)
         earlier = []
         for path in sorted(self.folder.glob("step_*")):
             found = int(path.name.removeprefix("step_"))
             if found > version:
-                shutil.rmtree(path)
+                self._remove(found)
             elif found < version:
                 earlier.append(found)
         return sorted(earlier)
@@ -104,7 +129,7 @@ class CheckpointKeeper:
             loser = current
         is_old = loser is not None and loser[1] not in (0, last_version)
         if is_old and self.path(loser[1]).exists():
-            shutil.rmtree(self.path(loser[1]))
+            self._remove(loser[1])
 
     def _tell_best(self) -> None:
         accuracy, version = self.best
