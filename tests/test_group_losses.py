@@ -210,3 +210,19 @@ def test_large_rewards_in_half_precision_do_not_overflow():
         row["next", "reward"] = 300 * row["next", "reward"].half()
     rows = loss.select(batch)
     assert math.isfinite(backward(loss, [pad_rows(rows, pad_id=0)], loss.denominator(rows)))
+
+
+def test_pairs_of_almost_equal_rewards_and_of_large_group_ids_are_pairs():
+    """No number of them is one of float32."""
+    trajectories = [
+        replace(row, reward=1.0 + 1e-12 * row.index, group=2**40 + row.group)
+        for row in random_trajectories(3, empty=0.0)
+    ]
+    loss = OnlineDPOLoss(TablePolicy(trajectories))
+    rows = loss.select(to_batch(trajectories))
+    assert loss.groups_tied == 0
+    for form in (pad_rows, pack_rows):
+        assert math.isfinite(backward(loss, [form(rows, pad_id=0)], loss.denominator(rows)))
+    mixed = rows[[0, 3, 2, 1]]
+    with pytest.raises(ValueError, match=r"no pairs of a better"):
+        loss(pad_rows(mixed, pad_id=0), normalizer=1.0)

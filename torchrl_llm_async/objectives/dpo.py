@@ -296,14 +296,14 @@ class OnlineDPOLoss(GroupLoss):
         if not self._has(micro, "reward") or not self._has(micro, "group_id"):
             return
         reward, group = (
-            layout.per_segment(self._tokens(micro, name).to(torch.float32)).view(-1, 2)
+            layout.per_segment(self._tokens(micro, name)).view(-1, 2)
             for name in ("reward", "group_id")
         )
         both = (layout.lengths() > 0).view(-1, 2).all(-1)
         wrong = both & ((reward[:, 0] <= reward[:, 1]) | (group[:, 0] != group[:, 1]))
         require(
             not wrong.any(),
-            f"Rows of groups {group[wrong].int().tolist()} with rewards {reward[wrong].tolist()} "
+            f"Rows of groups {group[wrong].tolist()} with rewards {reward[wrong].tolist()} "
             "are no pairs of a better and a worse answer: train on the rows that select() "
             "returns, and keep those of a pair together (unit=2).",
         )
