@@ -11,7 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from whole_runs import CONFIG, ROOT, finish, launch, metrics, on_ranks, succeed, tune_run
+from whole_runs import (
+    CONFIG,
+    LORA_CONFIG,
+    LORA_RECIPE,
+    ROOT,
+    finish,
+    launch,
+    metrics,
+    on_ranks,
+    succeed,
+    tune_run,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.recipe]
 
@@ -83,6 +94,42 @@ def test_the_checkpoint_is_an_ordinary_hugging_face_folder_that_has_learnt(ppo_r
     start = load_file(ROOT / "assets" / "written-sums-qwen2" / "model.safetensors")
     moved = [not torch.equal(value, start[name]) for name, value in model.state_dict().items()]
     assert all(moved)
+
+
+def test_lora_trains_and_the_engine_serves_the_merged_weights(tmp_path):
+    output = succeed(
+        tune_run(
+            tmp_path / "out",
+            *SHORT,
+            *("max_staleness=0", "loss.kl_to_ref_coeff=0.01", "evaluate_every=3"),
+            recipe=LORA_RECIPE,
+            config=LORA_CONFIG,
+        )
+    )
+    assert "held-out accuracy: 0." in output
+    steps = metrics(tmp_path / "out")
+    # At staleness 0 the engine samples with the weights the step starts from, adapters merged.
+    assert all(0 < steps[step]["mismatch_lag_0"] < 1e-4 for step in (1, 2, 3))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoints" / "step_00003")
+    start = load_file(ROOT / "assets" / "written-sums-qwen2" / "model.safetensors")
+    moved = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, start[name])
+    }
+    assert moved == {name for name in start if "proj.weight" in name}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "overrides", "error"),
+    [
+        (LORA_RECIPE, CONFIG, (), "without a lora_rank"),
+        (LORA_RECIPE, LORA_CONFIG, ("model.lora_dropout=0.1",), "it must be 0.0"),
+        ("recipes/async_rl_full_finetune_distributed.py", LORA_CONFIG, (), "has LoRA adapters"),
+    ],
+)
+def test_a_model_of_the_other_recipe_is_refused(tmp_path, recipe, config, overrides, error):
+    process = tune_run(tmp_path / "out", *overrides, ranks=1, recipe=recipe, config=config)
+    assert error in finish(process) and process.returncode != 0
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_config_error_is_printed_once_and_nothing_starts(tmp_path):

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 RECIPE = "recipes/async_rl_full_finetune_distributed.py"
 CONFIG = "recipes/configs/arithmetic_ppo.yaml"
+LORA_RECIPE = "recipes/async_rl_lora_finetune_distributed.py"
+LORA_CONFIG = "recipes/configs/arithmetic_lora_ppo.yaml"
 
 
 def launch(*command: str | Path, cwd: Path = ROOT) -> subprocess.Popen:
@@ -34,10 +36,12 @@ def on_ranks(ranks: int) -> tuple[str, ...]:
     return "--standalone", "--nproc_per_node", str(ranks)
 
 
-def tune_run(output_dir: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen:
+def tune_run(
+    output_dir: Path, *overrides: str, ranks: int = 2, recipe: str = RECIPE, config: str = CONFIG
+) -> subprocess.Popen:
     """The recipe, as ``tune run`` starts it from the root."""
     return launch(
-        *("tune", "run", *on_ranks(ranks), RECIPE, "--config", CONFIG),
+        *("tune", "run", *on_ranks(ranks), recipe, "--config", config),
         *(f"output_dir={output_dir}", *overrides),
     )
 

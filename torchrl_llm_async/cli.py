@@ -16,7 +16,11 @@ from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
 _RECIPES_DIR = Path(__file__).resolve().parent / "recipes"
 # Recipe name: whether torchrun starts it.
-_RECIPES = {"async_rl_full_finetune_distributed": True, "evaluate": False}
+_RECIPES = {
+    "async_rl_full_finetune_distributed": True,
+    "async_rl_lora_finetune_distributed": True,
+    "evaluate": False,
+}
 _WARMUP = Config(name="warmup_sft", file_path=str(_RECIPES_DIR / "configs" / "warmup_sft.yaml"))
 
 

@@ -43,7 +43,9 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_llm_async.checkpoint.tree import Tree, load_tree, save_tree, write_tensors
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+# What is frozen is of the checkpoint that the run began with, and no step changes it.
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _OPTIMIZER_STATE = "optimizer.state."
 _SHARDS = "training"  # a folder with nothing else in it, as the reader takes all there is
@@ -185,7 +187,7 @@ class TrainingState:
             if ids & {id(value) for value in state.values()}
         ]
         _read(folder / _SHARDS, {k: v for k, v in tensors.items() if k not in made_up})
-        set_model_state_dict(self._model, _part(tensors, _MODEL))
+        set_model_state_dict(self._model, _part(tensors, _MODEL), options=_TRAINED)
         state = _part(tensors, _OPTIMIZER) | _like(saved["optimizer"], values)
         set_optimizer_state_dict(self._model, self._optimizer, state, options=_FLAT)
         for parameter in untouched:
@@ -203,7 +205,7 @@ class TrainingState:
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors by global name, and the optimizer's other values."""
-        model = get_model_state_dict(self._model)
+        model = get_model_state_dict(self._model, options=_TRAINED)
         optimizer = get_optimizer_state_dict(self._model, self._optimizer, options=_FLAT)
         tensors = {_MODEL + name: value for name, value in model.items()}
         values = {}

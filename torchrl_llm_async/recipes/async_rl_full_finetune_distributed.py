@@ -12,24 +12,22 @@ the collector, which generates in a process of its own, with vLLM in another; al
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import signal
 import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchtune import config, training, utils
 from torchtune.config._utils import _get_component_from_path
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from torchrl_llm_async._lifetime import die_with_parent
 from torchrl_llm_async.checkpoint import TrainingState, load_tree
 from torchrl_llm_async.collectors import AsyncLLMCollector, Evaluation
 from torchrl_llm_async.data import StalenessReplayBuffer
@@ -37,16 +35,15 @@ from torchrl_llm_async.modules import TorchtuneActor
 from torchrl_llm_async.objectives import LossOutput
 from torchrl_llm_async.recipes.batches import BatchFeed, Minibatch, StepBatch
 from torchrl_llm_async.recipes.collection import make_collector
-from torchrl_llm_async.recipes.config import HF_KEY_MAPS, ConfigError, load_config
+from torchrl_llm_async.recipes.config import HF_KEY_MAPS, ConfigError
 from torchrl_llm_async.recipes.report import CheckpointKeeper, Report, finished
 from torchrl_llm_async.recipes.resume import (
     Records,
     RunCheckpoints,
-    RunFolderError,
-    begin_in,
     resume_folder,
     version_of,
 )
+from torchrl_llm_async.recipes.running import run
 from torchrl_llm_async.recipes.sharding import build_sharded_model
 from torchrl_llm_async.recipes.updates import Updates
 from torchrl_llm_async.weight_update import VLLMSharedWeightSyncScheme
@@ -98,7 +95,8 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         loss_class = _get_component_from_path(cfg.loss._component_)
         needs_value_head = getattr(loss_class, "needs_value_head", False)
         self._model = self._setup_model(weights, value_head=needs_value_head)
-        self._optimizer = config.instantiate(cfg.optimizer, self._model.parameters())
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._optimizer = config.instantiate(cfg.optimizer, trained)
         self._lr_scheduler = None
         if cfg.lr_scheduler is not None:
             updates = cfg.total_steps * cfg.minibatches_per_step
@@ -112,11 +110,9 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             clip_grad_norm=cfg.clip_grad_norm,
             max_skipped=cfg.max_skipped_updates,
         )
-        actor = functools.partial(TorchtuneActor, temperature=cfg.sampling.get("temperature", 1.0))
-        self._loss = config.instantiate(cfg.loss, actor(self._model))
+        self._loss = config.instantiate(cfg.loss, self._actor(self._model))
         if self._loss.needs_reference:
-            reference = self._setup_model(weights).requires_grad_(False)
-            self._loss.reference_network = actor(reference)
+            self._loss.reference_network = self._setup_reference(weights)
         self._weights = VLLMSharedWeightSyncScheme(
             HF_KEY_MAPS[cfg.checkpointer.model_type],
             root=cfg.weights_dir,
@@ -144,6 +140,16 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
         if self._is_rank_zero:
             self._collector.wait_until_ready()
             self._collected = self._collector.stats()
+
+    @classmethod
+    def check(cls, cfg: DictConfig) -> None:
+        """Raises ConfigError for what this recipe can't do, if the config is right in itself."""
+        if "lora_rank" in cfg.model:
+            raise ConfigError(
+                f"model._component_ is {cfg.model['_component_']!r}, which has LoRA adapters; "
+                "train them with the recipe async_rl_lora_finetune_distributed, or give a model "
+                "without"
+            )
 
     def _setup_collection(self) -> None:
         """The replay buffer, and the collector that fills it."""
@@ -185,7 +191,15 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
             value_head=value_head,
             compile_layers=self._cfg.compile,
             activation_checkpointing=self._cfg.enable_activation_checkpointing,
+            seed=self._cfg.seed,
         )
+
+    def _setup_reference(self, weights: dict[str, torch.Tensor]) -> TensorDictModuleBase:
+        """The policy the run starts from, for a loss that compares with it: a frozen copy."""
+        return self._actor(self._setup_model(weights))
+
+    def _actor(self, model: nn.Module) -> TorchtuneActor:
+        return TorchtuneActor(model, temperature=self._cfg.sampling.get("temperature", 1.0))
 
     # ------------------------------------------------------------------ the loop
     def train(self) -> None:
@@ -390,58 +404,10 @@ class AsyncRLFullFinetuneRecipe(FTRecipeInterface):
                 stack.callback(self._collector.shutdown)
 
 
-def _checked(
-    cfg: DictConfig, control: dist.ProcessGroup
-) -> tuple[DictConfig | None, TextIO | None]:
-    """The config as rank 0 has checked it, on all ranks; None if rank 0 has said it can't run.
-
-    And what keeps other runs out of its folder for as long as rank 0 has it.
-    """
-    message: list[DictConfig | None] = [None]
-    lock = None
-    if dist.get_rank() == 0:
-        try:
-            checked = load_config(cfg, training=True)
-            lock = begin_in(checked)
-            message = [checked]
-        except (ConfigError, RunFolderError) as error:
-            print(f"config error: {error}", file=sys.stderr, flush=True)
-    dist.broadcast_object_list(message, src=0, group=control)
-    return message[0], lock
-
-
 @config.parse
 def recipe_main(cfg: DictConfig) -> int:
     """Entry point: checks the config, then builds, trains and cleans up."""
-    die_with_parent()  # torchrun's agent, which could be killed without a chance to end us
-    dist.init_process_group(training.get_distributed_backend(cfg.get("device", "cpu")))
-    # The other ranks wait here while rank 0 waits for long answers; gloo's default is half an hour.
-    control = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
-    if dist.get_rank() > 0:
-        # Rank 0 has all there is to clean up; the others may be deep in a collective.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    else:
-        # torchrun's, when another rank has died: clean up as after an error.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    cfg, lock = _checked(cfg, control)
-    if cfg is None:
-        return 1
-    recipe = AsyncRLFullFinetuneRecipe(cfg, control)
-    try:
-        recipe.setup()
-        recipe.train()
-    except KeyboardInterrupt:
-        print(
-            f"\ninterrupted; what was written so far is in {cfg.output_dir}; resume=auto goes on "
-            "from the newest checkpoint",
-            file=sys.stderr,
-        )
-        return 130
-    finally:
-        recipe.cleanup()
-        if lock is not None:
-            lock.close()
-    return 0
+    return run(AsyncRLFullFinetuneRecipe, cfg)
 
 
 if __name__ == "__main__":

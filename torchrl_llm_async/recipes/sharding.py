@@ -16,6 +16,7 @@ from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from torchrl_llm_async.modules import add_value_head
+from torchrl_llm_async.modules.adapters import initial_adapters, train_adapters_only
 
 
 def build_sharded_model(
@@ -27,20 +28,23 @@ def build_sharded_model(
     value_head: bool = False,
     compile_layers: bool = False,
     activation_checkpointing: bool = False,
+    seed: int = 0,
 ) -> nn.Module:
     """Builds a torchtune decoder sharded over all ranks; a collective.
 
     Args:
         make: makes the ``TransformerDecoder``; called where nothing is allocated.
-        weights: all of its weights under torchtune's names, the same on every rank.
+        weights: all of its weights under torchtune's names, the same on every rank, but for those
+            of LoRA adapters, which begin anew: they alone are trained then.
         device: of the rank's shards.
-        dtype: forward and backward compute in it; master weights and the reduction of gradients
-            are in float32.
+        dtype: forward and backward compute in it; weights that are trained, and the reduction of
+            gradients, are in float32. Frozen ones are kept in ``dtype``.
         value_head: adds a critic's head, which begins at zero: no checkpoint has one.
         compile_layers: compiles each layer (``torch.compile``; ``TORCH_COMPILE_BACKEND`` names
             another backend than inductor).
         activation_checkpointing: keeps a layer's input only, and computes the rest of its
             activations again in the backward pass.
+        seed: of the adapters' first weights.
 
     Returns:
         nn.Module: the decoder.
@@ -55,6 +59,12 @@ def build_sharded_model(
         weights = dict(weights) | {
             name: torch.zeros_like(parameter, device="cpu") for name, parameter in head.items()
         }
+    if train_adapters_only(model):
+        weights = {**weights, **initial_adapters(model, seed)}
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if not parameter.requires_grad:
+                    setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
     if compile_layers:
         training.compile_model(model, verbose=False)
     if activation_checkpointing:

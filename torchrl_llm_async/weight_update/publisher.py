@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torchtune.models.convert_weights import get_mapped_key
+from torchtune.modules.peft import LoRALinear
 
+from torchrl_llm_async.modules.adapters import merged_weight
 from torchrl_llm_async.weight_update.store import WeightStore
 
 __all__ = ["WeightPublisher", "is_writing_rank"]
@@ -36,7 +38,7 @@ class WeightPublisher:
     Parameters are published in the dtype the forward pass computes with (``param_dtype`` of the
     mixed-precision policy, else their own), so that the engine samples from the very policy that
     is being trained. Tied embeddings are published once, without ``lm_head.weight``; a
-    critic's ``value_head`` is left out.
+    critic's ``value_head`` is left out, and LoRA adapters are merged into the weights they adapt.
 
     Args:
         model: a torchtune ``TransformerDecoder``, plain or under FSDP2 ``fully_shard``.
@@ -111,9 +113,14 @@ class WeightPublisher:
 
 def _own_parameters(
     module: torch.nn.Module, prefix: str
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of a module, without those of FSDP units nested in it."""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a module, without those of FSDP units nested in it, adapters merged."""
     path = f"{prefix}." if prefix else ""
+    if isinstance(module, LoRALinear):
+        yield path + "weight", merged_weight(module)
+        if module.bias is not None:
+            yield path + "bias", module.bias
+        return
     for name, parameter in module.named_parameters(recurse=False):
         yield path + name, parameter
     for name, child in module.named_children():
