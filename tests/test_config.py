@@ -23,7 +23,7 @@ CONFIGS = sorted((PACKAGE_DIR / "recipes" / "configs").glob("arithmetic_*.yaml")
 
 @pytest.fixture
 def cfg():
-    return OmegaConf.load(CONFIGS[0])
+    return OmegaConf.load(PACKAGE_DIR / "recipes" / "configs" / "arithmetic_ppo.yaml")
 
 
 def with_overrides(cfg, *overrides: str):
